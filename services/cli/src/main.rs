@@ -1,0 +1,2 @@
+//! The `eyrie` command.
+fn main() {}

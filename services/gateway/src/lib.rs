@@ -1,0 +1,1 @@
+//! The gateway service: client API, sessions, round clock and failure policy.

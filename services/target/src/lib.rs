@@ -1,0 +1,1 @@
+//! The target service: holds the model, verifies and samples.

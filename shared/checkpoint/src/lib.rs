@@ -1,0 +1,1 @@
+//! What a checkpoint folder says: config, tensor index, layouts and pair checks; no arithmetic.

@@ -1,0 +1,1 @@
+//! Numeric kernels, once per backend, as candle custom ops.

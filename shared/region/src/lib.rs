@@ -1,0 +1,1 @@
+//! Memory shared between processes: memfd, leases, epochs and the feature ring.

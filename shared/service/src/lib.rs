@@ -1,0 +1,1 @@
+//! What every service shares: telemetry, health, readiness, drain.

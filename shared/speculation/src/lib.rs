@@ -1,0 +1,1 @@
+//! Pure logic of speculative decoding: drafts, verification, sampling, stop rules.

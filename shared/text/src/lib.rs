@@ -1,0 +1,1 @@
+//! Tokenizers, incremental detokenisation and stop strings.

@@ -1,0 +1,1 @@
+//! The gRPC contract: generated messages, channel and server builders, status mapping.

@@ -1,0 +1,1 @@
+//! Cross-service tests: real processes, real sockets, the real pair.
