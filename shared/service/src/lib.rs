@@ -1,1 +1,10 @@
-//! What every service shares: telemetry, health, readiness, drain.
+//! What every service shares: telemetry, health and reflection, drain.
+#![forbid(unsafe_code)]
+
+mod drain;
+mod serve;
+mod telemetry;
+
+pub use drain::Drain;
+pub use serve::{Health, ServeError, serve};
+pub use telemetry::{LogFormat, init_telemetry};

@@ -1,1 +1,36 @@
-//! The gRPC contract: generated messages, channel and server builders, status mapping.
+//! The gRPC contract: generated messages, and the one way this project builds channels, servers and statuses.
+//!
+//! This is the only crate that knows prost. `proto/eyrie/v1` has the contract in words.
+#![forbid(unsafe_code)]
+
+mod address;
+mod status;
+mod transport;
+
+pub use address::{Address, AddressError};
+pub use status::{Reason, item_error, reason_of, refuse};
+pub use transport::{Incoming, Listener, channel, connect, server};
+
+/// Generated messages, clients and servers of package `eyrie.v1`.
+#[expect(
+    missing_docs,
+    clippy::all,
+    clippy::allow_attributes,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code; the .proto files carry the documentation"
+)]
+pub mod v1 {
+    tonic::include_proto!("eyrie.v1");
+}
+
+/// Encoded descriptor set of the package, for server reflection.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/eyrie.v1.fds"));
+
+/// Version of the Rounds frame protocol, carried in every `Hello`.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// Largest message, both ways, on every connection (bytes).
+pub const MAX_MESSAGE: usize = 32 << 20;
+
+/// Largest verify width: rows of one `Verify`, root included.
+pub const MAX_VERIFY_ROWS: usize = 64;
