@@ -185,3 +185,16 @@ fn argmax(logits: &[f32], position: u32) -> Result<u32, SampleError> {
     let best = logits.iter().position(|&logit| logit == max).ok_or(SampleError::EmptyRow)?;
     Ok(best as u32)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn greedy_leaves_the_scratch_unallocated() {
+        let mut sampler = Sampler::new();
+        let row: Vec<f32> = (0..1000).map(|id| (id % 7) as f32).collect();
+        assert_eq!(sampler.sample(&row, &SamplingParams::default(), 0), Ok(6));
+        assert_eq!((sampler.weights.capacity(), sampler.keys.capacity()), (0, 0));
+    }
+}
