@@ -3,8 +3,8 @@
 
 /// Below this a selection buffer is not worth cutting back.
 const MIN_BUFFER: usize = 512;
-/// First slice of a nucleus that is sorted; each next one is three times what is sorted already.
-const FIRST_SLICE: usize = 64;
+/// First slice of a nucleus that is sorted; each next one is seven times what is sorted already.
+const FIRST_SLICE: usize = 256;
 
 pub(super) fn key(id: u32, logit: f32) -> u64 {
     // −0 and +0 are one logit, so they must tie.
@@ -50,7 +50,7 @@ pub(super) fn nucleus(keys: &mut Vec<u64>, mass: f64, weight: impl Fn(u64) -> f6
     let mut sum = 0.0;
     let mut sorted = 0;
     while sorted < keys.len() {
-        let slice = (3 * sorted).max(FIRST_SLICE);
+        let slice = (7 * sorted).max(FIRST_SLICE);
         let rest = &mut keys[sorted..];
         if slice < rest.len() {
             rest.select_nth_unstable_by(slice - 1, |a, b| b.cmp(a));
