@@ -128,8 +128,10 @@ proptest! {
             prop_assert!(hit.is_some() || seen - sofar.len() < longest);
         }
         matched.push(matcher.finish(""));
-        let (kept, _, hit) = collect(&matched);
+        let (kept, ids, hit) = collect(&matched);
         prop_assert_eq!(&kept, &text[..begin.unwrap_or(text.len())]);
+        let starts = (0..deltas.len()).map(|i| deltas[..i].concat().len());
+        prop_assert_eq!(ids, starts.filter(|&start| begin.is_none_or(|b| start < b)).count());
         prop_assert_eq!(hit.is_some(), begin.is_some());
     }
 }
@@ -186,6 +188,16 @@ fn the_flushed_tail_can_complete_a_stop_string() {
     let mut m = matcher(&["x\u{fffd}"]);
     assert_eq!(m.push("wx"), emit("w", 1));
     assert_eq!(m.finish("\u{fffd}"), hit("", 0, 0));
+}
+
+#[test]
+fn a_flush_leaves_nothing_behind() {
+    let mut detokenizer = MINI.detokenizer(true);
+    assert_eq!(detokenizer.push(BYTES[0xe2]).unwrap(), "");
+    assert_eq!(detokenizer.flush(), "\u{fffd}");
+    assert_eq!(detokenizer.flush(), "");
+    assert!(detokenizer.push(4096).is_err());
+    assert_eq!(detokenizer.push(BYTES[usize::from(b'x')]).unwrap(), "x");
 }
 
 #[test]

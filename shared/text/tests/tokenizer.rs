@@ -51,6 +51,14 @@ fn special_tokens_are_read_and_skipped() {
 }
 
 #[test]
+fn an_added_token_that_is_not_special_has_text() {
+    let mut json = mini_json();
+    json["added_tokens"][4]["special"] = json!(false);
+    let tokenizer = Tokenizer::from_files(&files(&json, None)).unwrap();
+    assert_eq!(tokenizer.decode(&[3, 4], true).unwrap(), "<|end|>");
+}
+
+#[test]
 fn the_config_s_edges_are_added_on_request_only() {
     let config = json!({
         "add_bos_token": true, "bos_token": {"content": "<|user|>"},
