@@ -1,4 +1,5 @@
 //! The sampler against a naive reference (full sort, no scratch) and against the softmax itself.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,5 @@
 //! Streaming against whole-text references: detokenisation at every cut, stop strings anywhere.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
 
 use std::{path::Path, sync::LazyLock};
 
@@ -198,6 +199,13 @@ fn a_flush_leaves_nothing_behind() {
     assert_eq!(detokenizer.flush(), "");
     assert!(detokenizer.push(4096).is_err());
     assert_eq!(detokenizer.push(BYTES[usize::from(b'x')]).unwrap(), "x");
+}
+
+#[test]
+fn streams_move_between_threads() {
+    let stream = TextStream::try_new(&MINI, true, Vec::new()).unwrap();
+    let pushed = std::thread::spawn(move || stream.clone().push(BYTES[usize::from(b'x')]));
+    assert_eq!(pushed.join().unwrap().unwrap(), emit("x", 1));
 }
 
 #[test]

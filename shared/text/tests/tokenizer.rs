@@ -1,4 +1,5 @@
 //! The tokenizer of the bundled demo pair, against ids made by the reference implementation.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
 
 use std::{fs, path::Path, sync::LazyLock};
 
