@@ -118,9 +118,19 @@ impl TensorIndex {
         Err(CheckpointError::Tensor { path: index_path.to_owned(), tensor: name.to_owned(), problem })
     }
 
+    /// Opens one safetensors file under the same checks.
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let mut index = Self::empty(path);
+        index.read_shard(path.to_owned())?;
+        Ok(index)
+    }
+
+    fn empty(dir: &Path) -> Self {
+        Self { dir: dir.to_owned(), shards: Vec::new(), entries: Vec::new(), by_name: HashMap::new() }
+    }
+
     fn read_shards(dir: &Path, files: Vec<String>) -> Result<Self> {
-        let mut index =
-            Self { dir: dir.to_owned(), shards: Vec::new(), entries: Vec::new(), by_name: HashMap::new() };
+        let mut index = Self::empty(dir);
         for file in files {
             index.read_shard(dir.join(file))?;
         }
@@ -157,7 +167,7 @@ impl TensorIndex {
         Ok(())
     }
 
-    /// The folder.
+    /// The folder, or the file when only one was opened.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -209,28 +219,32 @@ impl TensorIndex {
         }
     }
 
-    /// Reads a vector of floats, widened to float32. Fails if the tensor is not one-dimensional float.
-    pub fn read_vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
+    /// Reads all elements of a float tensor, widened to float32, in row-major order. Fails on other dtypes.
+    pub fn read_floats(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
         let data = self.data(entry);
-        match (entry.dtype, entry.shape.as_slice()) {
-            (Dtype::F32, [_]) => Ok(read_le(data, f32::from_le_bytes)),
-            (Dtype::F16, [_]) => Ok(read_le(data, |b| half::f16::from_le_bytes(b).to_f32())),
-            (Dtype::BF16, [_]) => Ok(read_le(data, |b| half::bf16::from_le_bytes(b).to_f32())),
-            (dtype, shape) => {
-                Err(self.refuse(entry, format!("{dtype} {shape:?}, expected a vector of F32, F16 or BF16")))
-            }
+        match entry.dtype {
+            Dtype::F32 => Ok(read_le(data, f32::from_le_bytes)),
+            Dtype::F16 => Ok(read_le(data, |b| half::f16::from_le_bytes(b).to_f32())),
+            Dtype::BF16 => Ok(read_le(data, |b| half::bf16::from_le_bytes(b).to_f32())),
+            dtype => Err(self.refuse(entry, format!("{dtype}, expected F32, F16 or BF16"))),
         }
     }
 
-    /// Reads a vector of integers. Fails if the tensor is not one-dimensional I32 or I64.
-    pub(crate) fn read_integers(&self, entry: &TensorEntry) -> Result<Vec<i64>> {
+    /// Reads all elements of an integer tensor in row-major order. Fails on dtypes other than I32 and I64.
+    pub fn read_integers(&self, entry: &TensorEntry) -> Result<Vec<i64>> {
         let data = self.data(entry);
-        match (entry.dtype, entry.shape.as_slice()) {
-            (Dtype::I32, [_]) => Ok(read_le(data, |b| i64::from(i32::from_le_bytes(b)))),
-            (Dtype::I64, [_]) => Ok(read_le(data, i64::from_le_bytes)),
-            (dtype, shape) => {
-                Err(self.refuse(entry, format!("{dtype} {shape:?}, expected a vector of I32 or I64")))
-            }
+        match entry.dtype {
+            Dtype::I32 => Ok(read_le(data, |b| i64::from(i32::from_le_bytes(b)))),
+            Dtype::I64 => Ok(read_le(data, i64::from_le_bytes)),
+            dtype => Err(self.refuse(entry, format!("{dtype}, expected I32 or I64"))),
+        }
+    }
+
+    /// [`Self::read_floats`] of a one-dimensional tensor. Fails on any other rank.
+    pub(crate) fn read_vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
+        match entry.shape.as_slice() {
+            [_] => self.read_floats(entry),
+            shape => Err(self.refuse(entry, format!("shape {shape:?}, expected a vector"))),
         }
     }
 }
