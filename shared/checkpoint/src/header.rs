@@ -1,4 +1,3 @@
-use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 
@@ -10,7 +9,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Element type of a stored tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize, serde::Serialize)]
-#[allow(non_camel_case_types, reason = "spelled as in the file format")]
+#[expect(non_camel_case_types, reason = "spelled as in the file format")]
 pub enum Dtype {
     /// IEEE single precision.
     F32,
@@ -82,7 +81,8 @@ struct RawEntry {
     data_offsets: [usize; 2],
 }
 
-/// A map kept as pairs: a JSON object silently keeps the last of two equal keys, which would hide a duplicate.
+/// A map kept as pairs: a JSON object silently keeps the last of two equal keys, which would hide a duplicate from
+/// the index.
 struct RawHeader(Vec<(String, RawEntry)>);
 
 impl<'de> Deserialize<'de> for RawHeader {
@@ -134,19 +134,10 @@ pub(crate) fn parse(file: &[u8]) -> Result<Vec<HeaderEntry>, HeaderError> {
     };
     let RawHeader(raw) =
         serde_json::from_slice(header).map_err(|e| HeaderError::File(format!("header is not valid: {e}")))?;
-    reject_duplicates(&raw)?;
     let start = found - data.len();
     let entries = raw.into_iter().map(|(name, e)| locate(name, e, start)).collect::<Result<Vec<_>, _>>()?;
     check_tiling(&entries, start, found)?;
     Ok(entries)
-}
-
-fn reject_duplicates(raw: &[(String, RawEntry)]) -> Result<(), HeaderError> {
-    let mut seen = HashSet::with_capacity(raw.len());
-    match raw.iter().find(|(name, _)| !seen.insert(name.as_str())) {
-        Some((name, _)) => Err(tensor(name, "appears twice in the header".to_owned())),
-        None => Ok(()),
-    }
 }
 
 fn locate(name: String, raw: RawEntry, start: usize) -> Result<HeaderEntry, HeaderError> {

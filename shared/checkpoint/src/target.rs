@@ -89,8 +89,8 @@ pub struct TargetCheckpoint {
 impl TargetCheckpoint {
     /// Reads the config and the headers and accounts for every tensor; reads no weight.
     ///
-    /// Fails with the first tensor that is missing, unexpected, or of the wrong shape or dtype; see [`Self::survey`]
-    /// for all of them.
+    /// Fails with the first tensor that is missing, unexpected, or of the wrong shape or dtype;
+    /// [`crate::pair::preflight`] lists all of them.
     pub fn open(dir: &Path) -> Result<Self> {
         let (checkpoint, problems) = Self::survey(TargetConfig::from_dir(dir)?, TensorIndex::open(dir)?);
         match problems.into_iter().next() {

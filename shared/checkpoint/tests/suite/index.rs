@@ -158,9 +158,9 @@ fn shards_and_index_must_agree() {
             |_, i| i["weight_map"]["a"] = json!("two.safetensors"),
             &["tensor a", "two.safetensors, which does not hold it"],
         ),
-        (|_, i| i["weight_map"]["b"] = json!(7), &["tensor b", "7 must be the name of a file"]),
+        (|_, i| i["weight_map"]["b"] = json!(7), &["index.json: ", "tensor b", "invalid type: integer `7`"]),
         (|_, i| i["weight_map"]["b"] = json!("../two.safetensors"), &["tensor b", "same folder"]),
-        (|_, i| *i = json!({}), &["weight_map = absent", "must be an object"]),
+        (|_, i| *i = json!({}), &["index.json: ", "missing field `weight_map`"]),
         (
             |dir, _| {
                 let both = [zeros("b", "F32", &[3], 4), zeros("stray", "U8", &[1], 1)];
@@ -192,6 +192,15 @@ fn a_tensor_mapped_to_the_wrong_shard_is_refused() {
         error.unwrap_err(),
         &["tensor c", "places it in one.safetensors, it is in", "two.safetensors"],
     );
+}
+
+#[test]
+fn a_tensor_mapped_twice_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("one.safetensors"), safetensors(&[zeros("a", "F32", &[2], 4)])).unwrap();
+    let twice = r#"{"weight_map": {"a": "one.safetensors", "a": "one.safetensors"}}"#;
+    fs::write(dir.path().join("model.safetensors.index.json"), twice).unwrap();
+    assert_line(TensorIndex::open(dir.path()).unwrap_err(), &["tensor a: appears twice in the weight_map"]);
 }
 
 #[test]

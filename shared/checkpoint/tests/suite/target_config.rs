@@ -221,7 +221,7 @@ fn files_that_are_not_json_objects_are_refused() {
     let folder = Folder::copy(&fixture("v3"));
     let config = folder.write().join("config.json");
     for (text, parts) in [
-        ("{", &["config.json: not valid JSON", "line 1"][..]),
+        ("{", &["config.json: cannot be parsed", "line 1"][..]),
         ("[]", &["config.json: the file = []", "must be an object"][..]),
     ] {
         std::fs::write(&config, text).unwrap();
