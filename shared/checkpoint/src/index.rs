@@ -212,7 +212,7 @@ impl TensorIndex {
         match entry.dtype {
             Dtype::F32 => Ok(read_le(data, f32::from_le_bytes)),
             Dtype::F16 => Ok(read_le(data, |b| half::f16::from_le_bytes(b).to_f32())),
-            Dtype::BF16 => Ok(read_le(data, |b| half::bf16::from_le_bytes(b).to_f32())),
+            Dtype::Bf16 => Ok(read_le(data, |b| half::bf16::from_le_bytes(b).to_f32())),
             dtype => Err(self.refuse(entry, format!("{dtype}, expected F32, F16 or BF16"))),
         }
     }

@@ -51,7 +51,7 @@ fn target_ids(index: &TensorIndex, entry: &TensorEntry, offsets: &[i64], vocab: 
 }
 
 fn check_membership(index: &TensorIndex, mask: &TensorEntry, ids: &[u32], vocab: usize) -> Result<()> {
-    if mask.dtype != Dtype::BOOL || mask.shape != [vocab] {
+    if mask.dtype != Dtype::Bool || mask.shape != [vocab] {
         let TensorEntry { dtype, shape, .. } = mask;
         return Err(index.refuse(mask, format!("{dtype} {shape:?}, expected BOOL [{vocab}]")));
     }

@@ -48,7 +48,7 @@ fn every_dtype_is_read_back_where_it_lies() {
     assert_eq!(index.read_integers(get("i64")).unwrap(), [-9]);
     assert_line(index.read_floats(get("u8")).unwrap_err(), &["tensor u8: U8, expected F32"]);
     assert_line(index.read_integers(get("f32")).unwrap_err(), &["tensor f32: F32, expected I32"]);
-    assert_eq!(get("e4m3").dtype, Dtype::F8_E4M3);
+    assert_eq!(get("e4m3").dtype, Dtype::F8E4m3);
 }
 
 #[test]
