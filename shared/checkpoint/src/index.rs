@@ -1,0 +1,282 @@
+use std::collections::HashMap;
+use std::fs;
+use std::io::ErrorKind;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use eyrie_region::{FileMap, Region};
+
+use crate::header::{self, HeaderEntry, HeaderError};
+use crate::weight_map::WeightMap;
+use crate::{CheckpointError, Dtype, Result};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Where one tensor lies.
+#[derive(Debug, Clone)]
+pub struct TensorEntry {
+    /// Name as on disk.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dimensions, outermost first; empty for a scalar.
+    pub shape: Vec<usize>,
+    /// Bytes within its shard's file.
+    pub range: Range<usize>,
+    shard: usize,
+}
+
+impl TensorEntry {
+    /// Stored size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.range.len() as u64
+    }
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    map: Arc<dyn Region>,
+}
+
+/// Every tensor of a folder of safetensors files, proven to lie inside its file; no tensor data is read.
+#[derive(Debug)]
+pub struct TensorIndex {
+    dir: PathBuf,
+    shards: Vec<Shard>,
+    entries: Vec<TensorEntry>,
+    by_name: HashMap<String, usize>,
+}
+
+impl TensorIndex {
+    /// Opens `model.safetensors.index.json` with its shards, or a lone `model.safetensors`.
+    ///
+    /// Fails, naming file and tensor, on a missing, truncated or overlong shard, on a header whose tensors do not
+    /// tile the file, on duplicate names, and on any difference between the index and the shards.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let index_path = dir.join(INDEX);
+        match fs::read(&index_path) {
+            Ok(bytes) => Self::open_sharded(dir, &index_path, &WeightMap::parse(&index_path, &bytes)?),
+            Err(e) if e.kind() != ErrorKind::NotFound => {
+                Err(CheckpointError::Io { path: index_path, source: e })
+            }
+            Err(_) if dir.join(SINGLE).is_file() => Self::read_shards(dir, vec![dir.join(SINGLE)]),
+            Err(_) => Err(Self::no_weights(dir)),
+        }
+    }
+
+    /// Opens one safetensors file under the same checks.
+    pub fn open_file(path: &Path) -> Result<Self> {
+        Self::read_shards(path, vec![path.to_owned()])
+    }
+
+    fn no_weights(dir: &Path) -> CheckpointError {
+        let entries = match fs::read_dir(dir) {
+            Ok(entries) => entries,
+            Err(source) => return CheckpointError::Io { path: dir.to_owned(), source },
+        };
+        let pickle = entries
+            .filter_map(std::result::Result::ok)
+            .map(|e| e.path())
+            .find(|p| p.extension().is_some_and(|x| x == "bin" || x == "pt" || x == "pth"));
+        match pickle {
+            Some(path) => CheckpointError::File {
+                path,
+                problem: "pickled weights are never loaded: convert them to model.safetensors".to_owned(),
+            },
+            None => CheckpointError::File {
+                path: dir.to_owned(),
+                problem: format!("no weights: neither {INDEX} nor {SINGLE}"),
+            },
+        }
+    }
+
+    fn open_sharded(dir: &Path, index_path: &Path, map: &WeightMap) -> Result<Self> {
+        let index = Self::read_shards(dir, map.files.iter().map(|file| dir.join(file)).collect())?;
+        let mut mapped = vec![false; index.entries.len()];
+        for (name, file) in &map.tensors {
+            let problem = match index.position(name) {
+                Some(at) if index.entries[at].shard != *file => {
+                    let found = index.file(&index.entries[at]).display();
+                    format!("the weight_map places it in {}, it is in {found}", map.files[*file])
+                }
+                Some(at) if std::mem::replace(&mut mapped[at], true) => {
+                    "appears twice in the weight_map".to_owned()
+                }
+                Some(_) => continue,
+                None => format!("the weight_map places it in {}, which does not hold it", map.files[*file]),
+            };
+            return Err(CheckpointError::Tensor {
+                path: index_path.to_owned(),
+                tensor: name.clone(),
+                problem,
+            });
+        }
+        match index.entries.iter().zip(mapped).find(|(_, mapped)| !mapped) {
+            Some((e, _)) => Err(index.refuse(e, format!("is not in the weight_map of {INDEX}"))),
+            None => Ok(index),
+        }
+    }
+
+    fn read_shards(dir: &Path, files: Vec<PathBuf>) -> Result<Self> {
+        let mut index =
+            Self { dir: dir.to_owned(), shards: Vec::new(), entries: Vec::new(), by_name: HashMap::new() };
+        for read in read_headers(files) {
+            let (shard, entries) = read?;
+            index.add_shard(shard, entries)?;
+        }
+        Ok(index)
+    }
+
+    fn add_shard(&mut self, shard: Shard, entries: Vec<HeaderEntry>) -> Result<()> {
+        let at = self.shards.len();
+        self.shards.push(shard);
+        self.by_name.reserve(entries.len());
+        for HeaderEntry { name, dtype, shape, range } in entries {
+            if let Some(earlier) = self.by_name.insert(name.clone(), self.entries.len()) {
+                let earlier = &self.entries[earlier];
+                let problem = if earlier.shard == at {
+                    "appears twice in the header".to_owned()
+                } else {
+                    format!("is also in {}", self.file(earlier).display())
+                };
+                return Err(CheckpointError::Tensor {
+                    path: self.shards[at].path.clone(),
+                    tensor: name,
+                    problem,
+                });
+            }
+            self.entries.push(TensorEntry { name, dtype, shape, range, shard: at });
+        }
+        Ok(())
+    }
+
+    /// The folder, or the file when only one was opened.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Every tensor, shard by shard in header order.
+    pub fn entries(&self) -> &[TensorEntry] {
+        &self.entries
+    }
+
+    /// The tensor of that name on disk.
+    pub fn get(&self, name: &str) -> Option<&TensorEntry> {
+        self.position(name).map(|i| &self.entries[i])
+    }
+
+    pub(crate) fn position(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
+
+    /// The file that holds a tensor of this index.
+    pub fn file(&self, entry: &TensorEntry) -> &Path {
+        &self.shards[entry.shard].path
+    }
+
+    /// The mapped file that holds a tensor of this index.
+    pub fn region(&self, entry: &TensorEntry) -> Arc<dyn Region> {
+        Arc::clone(&self.shards[entry.shard].map)
+    }
+
+    /// The stored bytes of a tensor of this index; reading them may fault the pages in.
+    pub fn data(&self, entry: &TensorEntry) -> &[u8] {
+        &self.shards[entry.shard].map.bytes()[entry.range.clone()]
+    }
+
+    /// A refusal that names the tensor and its file.
+    pub(crate) fn refuse(&self, entry: &TensorEntry, problem: impl Into<String>) -> CheckpointError {
+        CheckpointError::Tensor {
+            path: self.file(entry).to_owned(),
+            tensor: entry.name.clone(),
+            problem: problem.into(),
+        }
+    }
+
+    /// The refusal of an absent tensor.
+    pub(crate) fn missing(&self, name: &str, wanted: &str) -> CheckpointError {
+        CheckpointError::Tensor {
+            path: self.dir.clone(),
+            tensor: name.to_owned(),
+            problem: format!("is missing, expected {wanted}"),
+        }
+    }
+
+    /// Reads all elements of a float tensor, widened to float32, in row-major order. Fails on other dtypes.
+    pub fn read_floats(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
+        let data = self.data(entry);
+        match entry.dtype {
+            Dtype::F32 => Ok(read_le(data, f32::from_le_bytes)),
+            Dtype::F16 => Ok(read_le(data, |b| half::f16::from_le_bytes(b).to_f32())),
+            Dtype::Bf16 => Ok(read_le(data, |b| half::bf16::from_le_bytes(b).to_f32())),
+            dtype => Err(self.refuse(entry, format!("{dtype}, expected F32, F16 or BF16"))),
+        }
+    }
+
+    /// Reads all elements of an integer tensor in row-major order. Fails on dtypes other than I32 and I64.
+    pub fn read_integers(&self, entry: &TensorEntry) -> Result<Vec<i64>> {
+        let data = self.data(entry);
+        match entry.dtype {
+            Dtype::I32 => Ok(read_le(data, |b| i64::from(i32::from_le_bytes(b)))),
+            Dtype::I64 => Ok(read_le(data, i64::from_le_bytes)),
+            dtype => Err(self.refuse(entry, format!("{dtype}, expected I32 or I64"))),
+        }
+    }
+
+    /// [`Self::read_floats`] of a one-dimensional tensor. Fails on any other rank.
+    pub(crate) fn read_vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
+        match entry.shape.as_slice() {
+            [_] => self.read_floats(entry),
+            shape => Err(self.refuse(entry, format!("shape {shape:?}, expected a vector"))),
+        }
+    }
+}
+
+/// Maps the files and parses their headers, on as many threads as there are cores: a checkpoint of hundreds of
+/// thousands of tensors has tens of megabytes of headers.
+fn read_headers(files: Vec<PathBuf>) -> Vec<Result<(Shard, Vec<HeaderEntry>)>> {
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(files.len().max(1));
+    let queue = Mutex::new(files.into_iter().enumerate());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        let mut done = Vec::new();
+        while let Some((at, path)) = next() {
+            done.push((at, read_header(path)));
+        }
+        done
+    };
+    let mut all = thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let mut all = work();
+        all.extend(
+            others.into_iter().flat_map(|t| t.join().unwrap_or_else(|e| std::panic::resume_unwind(e))),
+        );
+        all
+    });
+    all.sort_unstable_by_key(|(at, _)| *at);
+    all.into_iter().map(|(_, read)| read).collect()
+}
+
+fn read_header(path: PathBuf) -> Result<(Shard, Vec<HeaderEntry>)> {
+    let metadata =
+        fs::metadata(&path).map_err(|source| CheckpointError::Io { path: path.clone(), source })?;
+    if metadata.len() == 0 {
+        return Err(CheckpointError::File { path, problem: "truncated: the file is empty".to_owned() });
+    }
+    let map: Arc<dyn Region> = Arc::new(FileMap::open(&path)?);
+    match header::parse(map.bytes()) {
+        Ok(entries) => Ok((Shard { path, map }, entries)),
+        Err(HeaderError::File(problem)) => Err(CheckpointError::File { path, problem }),
+        Err(HeaderError::Tensor { tensor, problem }) => {
+            Err(CheckpointError::Tensor { path, tensor, problem })
+        }
+    }
+}
+
+fn read_le<const N: usize, T>(data: &[u8], decode: impl Fn([u8; N]) -> T) -> Vec<T> {
+    data.as_chunks::<N>().0.iter().map(|&chunk| decode(chunk)).collect()
+}
