@@ -1,7 +1,7 @@
 //! Multi-head latent attention: queries through a low-rank path, keys and values as one cached latent a token.
 
 use candle_core::Tensor;
-use eyrie_checkpoint::TargetConfig;
+use eyrie_checkpoint::{AttentionTensors, QueryTensors, TargetConfig};
 use eyrie_kernels::{Cpu, Linear, MlaDims, MlaWeights, PagedRows, Ragged, RmsNorm, Rope, mla};
 
 use crate::error::Result;
@@ -33,33 +33,39 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    pub(crate) fn load(loader: &mut Loader<'_>, config: &TargetConfig, rope: &Rope, prefix: &str) -> Result<Self> {
+    pub(crate) fn load(
+        loader: &mut Loader<'_>,
+        config: &TargetConfig,
+        rope: &Rope,
+        tensors: &AttentionTensors,
+    ) -> Result<Self> {
         // The low-rank norms have their own eps: published models were trained with 1e-6 whatever rms_norm_eps says.
         let eps = config.latent_norm_eps;
-        let query = match config.q_lora_rank {
-            None => Query::Direct(loader.linear(&format!("{prefix}.q_proj"))?),
-            Some(_) => Query::LowRank {
-                down: loader.linear(&format!("{prefix}.q_a_proj"))?,
-                norm: loader.norm(&format!("{prefix}.q_a_layernorm"), eps)?,
-                up: loader.linear(&format!("{prefix}.q_b_proj"))?,
+        let query = match &tensors.query {
+            QueryTensors::Full(proj) => Query::Direct(loader.linear(proj)?),
+            QueryTensors::LowRank { a, norm, b } => Query::LowRank {
+                down: loader.linear(a)?,
+                norm: loader.norm(norm, eps)?,
+                up: loader.linear(b)?,
             },
         };
         let dims = MlaDims {
-            heads: config.heads,
-            nope: config.nope_dim,
-            rope: config.rope_dim,
-            value: config.v_dim,
+            heads: config.num_attention_heads,
+            nope: config.qk_nope_head_dim,
+            rope: config.qk_rope_head_dim,
+            value: config.v_head_dim,
             latent: config.kv_lora_rank,
         };
-        let kv_norm = loader.norm(&format!("{prefix}.kv_a_layernorm"), eps)?;
-        let kv_b = loader.view(&format!("{prefix}.kv_b_proj"))?;
-        let scale = rope.softmax_scale(config.nope_dim + config.rope_dim);
+        let kv_norm = loader.norm(&tensors.kv_a_norm, eps)?;
+        let kv_b = loader.view(&tensors.kv_b)?;
+        // The scale is that of the full query width, absorbed or not.
+        let scale = rope.softmax_scale(config.qk_head_dim());
         Ok(Self {
             cpu: loader.cpu().clone(),
             query,
-            latent: loader.linear(&format!("{prefix}.kv_a_proj_with_mqa"))?,
+            latent: loader.linear(&tensors.kv_a)?,
             mla: MlaWeights::new(loader.cpu(), dims, kv_norm, &kv_b, rope.clone(), scale)?,
-            out: loader.linear(&format!("{prefix}.o_proj"))?,
+            out: loader.linear(&tensors.o)?,
         })
     }
 

@@ -3,8 +3,8 @@
 //! `h += attention(norm(h)); h += feed_forward(norm(h))` a layer, then `norm(h) · lm_headᵀ`.
 
 use candle_core::Tensor;
-use eyrie_checkpoint::{TargetCheckpoint, TargetConfig};
-use eyrie_kernels::{Cpu, Embedding, Linear, PagedRows, Ragged, RmsNorm, Rope};
+use eyrie_checkpoint::{LayerTensors, TargetCheckpoint, TargetConfig, layer_tensors, model_tensors};
+use eyrie_kernels::{Cpu, Embedding, Linear, PagedRows, Ragged, RmsNorm, Rope, RopeStyle};
 
 use crate::attention::Attention;
 use crate::cache::{Keep, LatentCache, SeqTable};
@@ -57,14 +57,14 @@ impl DeepSeek {
         cpu: &Cpu,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self> {
-        shared.check(config.vocab, config.hidden)?;
-        let mut loader = Loader::new(checkpoint, cpu, progress);
-        let rope = Rope::new(rope_spec(&config))?;
-        let mut layers = Vec::with_capacity(config.layers);
-        for index in 0..config.layers {
-            layers.push(Layer::load(&mut loader, &config, &rope, index)?);
+        shared.check(config.vocab_size, config.hidden_size)?;
+        let mut loader = Loader::new(checkpoint, cpu, progress)?;
+        let rope = Rope::new(rope_spec(&config.rope, config.qk_rope_head_dim, RopeStyle::Interleaved))?;
+        let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        for index in 0..config.num_hidden_layers {
+            layers.push(Layer::load(&mut loader, &config, &rope, &layer_tensors(&config, index))?);
         }
-        let norm = loader.norm("model.norm", config.rms_norm_eps)?;
+        let norm = loader.norm(&model_tensors(&config).norm, config.rms_norm_eps)?;
         let (embed, head) = (shared.embedding()?, shared.head(cpu)?);
         Ok(Self { config, shared, embed, layers, norm, head, capture: None })
     }
@@ -95,7 +95,7 @@ impl DeepSeek {
             Some(rows) => Some(self.head.forward(&self.norm.forward(&rows)?)?),
             None => None,
         };
-        let aux = captured.into_aux(self.config.hidden)?;
+        let aux = captured.into_aux(self.config.hidden_size)?;
         Ok(ForwardOut { logits, logit_rows: plan.logit_rows, aux, rows: plan.rows })
     }
 
@@ -109,7 +109,7 @@ impl DeepSeek {
         }
         for (sequence, rows) in batch.iter().enumerate() {
             let refuse = |reason: String| Err(ModelError::Rows { sequence, reason });
-            let vocab = self.config.vocab;
+            let vocab = self.config.vocab_size;
             if let Some(&id) = rows.tokens.iter().find(|&&id| id as usize >= vocab) {
                 return refuse(format!("token ids must be below the vocabulary of {vocab}, got {id}"));
             }
@@ -138,14 +138,18 @@ fn tree_parent(parents: &[u16]) -> impl Fn(usize) -> Option<usize> + '_ {
 }
 
 impl Layer {
-    fn load(loader: &mut Loader<'_>, config: &TargetConfig, rope: &Rope, index: usize) -> Result<Self> {
-        let prefix = format!("model.layers.{index}");
+    fn load(
+        loader: &mut Loader<'_>,
+        config: &TargetConfig,
+        rope: &Rope,
+        tensors: &LayerTensors,
+    ) -> Result<Self> {
         let eps = config.rms_norm_eps;
         Ok(Self {
-            attention_norm: loader.norm(&format!("{prefix}.input_layernorm"), eps)?,
-            attention: Attention::load(loader, config, rope, &format!("{prefix}.self_attn"))?,
-            ffn_norm: loader.norm(&format!("{prefix}.post_attention_layernorm"), eps)?,
-            ffn: FeedForward::load(loader, config, index, &format!("{prefix}.mlp"))?,
+            attention_norm: loader.norm(&tensors.input_norm, eps)?,
+            attention: Attention::load(loader, config, rope, &tensors.attention)?,
+            ffn_norm: loader.norm(&tensors.post_attention_norm, eps)?,
+            ffn: FeedForward::load(loader, config, &tensors.ffn)?,
         })
     }
 
@@ -211,7 +215,7 @@ impl TargetModel for DeepSeek {
     }
 
     fn new_cache(&self, tokens: usize, page_rows: usize) -> LatentCache {
-        let width = self.config.kv_lora_rank + self.config.rope_dim;
+        let width = self.config.kv_lora_rank + self.config.qk_rope_head_dim;
         LatentCache::new(self.layers.len(), tokens, page_rows, width)
     }
 

@@ -6,10 +6,11 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{DraftCheckpoint, DraftConfig, EmbedSource, HeadSource};
-use eyrie_kernels::{Cpu, Embedding, GqaSpec, Linear, Mlp, RmsNorm, Rope, RopeSpec, RopeStyle, gqa};
+use eyrie_kernels::{Cpu, Embedding, GqaSpec, Linear, Mlp, RmsNorm, Rope, RopeStyle, gqa};
 
 use crate::cache::{DraftCache, SeqTable};
 use crate::error::{ModelError, Result};
+use crate::loader::rope_spec;
 use crate::rows::{Block, LogitRows, RowPlan, Shape};
 use crate::shared_weights::SharedWeights;
 use crate::types::{Aux, CaptureSet, DraftState, Feature};
@@ -69,6 +70,7 @@ struct DraftLayer {
     v: Linear,
     o: Linear,
     attention: GqaSpec,
+    norm_before_residual: bool,
     mlp_norm: RmsNorm,
     mlp: Mlp,
 }
@@ -85,29 +87,29 @@ impl Eagle3Head {
         let config = checkpoint.config().clone();
         let linear = |name: &str| -> Result<Linear> { Ok(Linear::pack(cpu, &checkpoint.linear(name)?)?) };
         let norm = |name: &str| -> Result<RmsNorm> {
-            Ok(RmsNorm::new(checkpoint.vector(name)?, config.rms_norm_eps as f32))
+            Ok(RmsNorm::new(checkpoint.vector(&format!("{name}.weight"))?, config.rms_norm_eps as f32))
         };
         let embed = match checkpoint.embed_source() {
-            EmbedSource::File => Embedding::new(&checkpoint.linear("embed_tokens.weight")?)?,
+            EmbedSource::File => Embedding::new(&checkpoint.linear("embed_tokens")?)?,
             EmbedSource::Target => {
-                expect("draft hidden size over the target's embedding", shared.hidden(), config.hidden)?;
+                expect("draft hidden size over the target's embedding", shared.hidden(), config.hidden_size)?;
                 shared.embedding()?
             }
         };
         let head = match checkpoint.head_source() {
-            HeadSource::File => linear("lm_head.weight")?,
+            HeadSource::File => linear("lm_head")?,
             HeadSource::Target => {
-                expect("draft hidden size over the target's head", shared.hidden(), config.hidden)?;
-                expect("draft vocabulary over the target's head", shared.vocab(), config.draft_vocab)?;
+                expect("draft hidden size over the target's head", shared.hidden(), config.hidden_size)?;
+                expect("draft vocabulary over the target's head", shared.vocab(), config.draft_vocab_size)?;
                 shared.head(cpu)?
             }
         };
-        expect("draft vocab_size", shared.vocab(), config.vocab)?;
-        let fc = linear("fc.weight")?;
+        expect("draft vocab_size", shared.vocab(), config.vocab_size)?;
+        let fc = linear("fc")?;
         expect("fc input width", capture.ids().len() * shared.hidden(), fc.in_features())?;
-        let target_ids = checkpoint.d2t()?;
+        let target_ids = checkpoint.target_ids().map(<[u32]>::to_vec);
         let layer = DraftLayer::load(&config, &linear, &norm)?;
-        let norm = norm("norm.weight")?;
+        let norm = norm("norm")?;
         let (cpu, capture) = (cpu.clone(), capture.clone());
         Ok(Self { config, cpu, capture, target_ids, embed, fc, layer, norm, head })
     }
@@ -143,12 +145,12 @@ impl Eagle3Head {
 
     /// A cache for `tokens` slots (rounded up to whole pages) in pages of `page_rows`.
     pub fn new_cache(&self, tokens: usize, page_rows: usize) -> DraftCache {
-        DraftCache::new(1, tokens, page_rows, 2 * self.config.kv_heads * self.config.head_dim)
+        DraftCache::new(1, tokens, page_rows, 2 * self.config.num_key_value_heads * self.config.head_dim)
     }
 
     /// `fc` over captured rows: `[R, A·Ht]` to `[R, H]`.
     pub fn fuse(&self, aux: &Aux) -> Result<Feature> {
-        Feature::new(self.fc.forward(aux.tensor())?, self.config.hidden)
+        Feature::new(self.fc.forward(aux.tensor())?, self.config.hidden_size)
     }
 
     /// Writes slots whose features came from the target; `base_slot` must not leave a gap after the committed slots.
@@ -196,8 +198,11 @@ impl Eagle3Head {
             sequence: 0,
             reason: "a draft batch needs at least one sequence, got 0".to_owned(),
         })?;
-        let logits = self.head.forward(&self.norm.forward(&selected)?)?;
-        let states = DraftState::new(state, self.config.hidden)?;
+        let mut logits = self.head.forward(&self.norm.forward(&selected)?)?;
+        if self.config.logit_scale != 1.0 {
+            logits = logits.affine(self.config.logit_scale, 0.0)?;
+        }
+        let states = DraftState::new(state, self.config.hidden_size)?;
         Ok(DraftOut { states, rows: plan.rows, logits, logit_rows: plan.logit_rows })
     }
 
@@ -209,7 +214,7 @@ impl Eagle3Head {
         logits: LogitRows,
     ) -> Result<RowPlan> {
         for (sequence, rows) in batch.iter().enumerate() {
-            rows.check(tensor(rows.feature), self.config.hidden, self.config.vocab)
+            rows.check(tensor(rows.feature), self.config.hidden_size, self.config.vocab_size)
                 .map_err(|reason| ModelError::Rows { sequence, reason })?;
         }
         let trees: Vec<_> = batch.iter().map(|rows| rows.parents.map(tree_parent)).collect();
@@ -264,30 +269,26 @@ impl DraftLayer {
         linear: &dyn Fn(&str) -> Result<Linear>,
         norm: &dyn Fn(&str) -> Result<RmsNorm>,
     ) -> Result<Self> {
-        let rope = Rope::new(RopeSpec {
-            dim: config.head_dim,
-            theta: config.rope_theta,
-            yarn: None,
-            style: RopeStyle::HalfSplit,
-        })?;
+        let rope = Rope::new(rope_spec(&config.rope, config.head_dim, RopeStyle::HalfSplit))?;
         Ok(Self {
-            token_norm: norm("midlayer.input_layernorm.weight")?,
-            feature_norm: norm("midlayer.hidden_norm.weight")?,
-            q: linear("midlayer.self_attn.q_proj.weight")?,
-            k: linear("midlayer.self_attn.k_proj.weight")?,
-            v: linear("midlayer.self_attn.v_proj.weight")?,
-            o: linear("midlayer.self_attn.o_proj.weight")?,
+            token_norm: norm("midlayer.input_layernorm")?,
+            feature_norm: norm("midlayer.hidden_norm")?,
+            q: linear("midlayer.self_attn.q_proj")?,
+            k: linear("midlayer.self_attn.k_proj")?,
+            v: linear("midlayer.self_attn.v_proj")?,
+            o: linear("midlayer.self_attn.o_proj")?,
             attention: GqaSpec {
-                heads: config.heads,
-                kv_heads: config.kv_heads,
+                heads: config.num_attention_heads,
+                kv_heads: config.num_key_value_heads,
                 head_dim: config.head_dim,
                 rope,
             },
-            mlp_norm: norm("midlayer.post_attention_layernorm.weight")?,
+            norm_before_residual: config.norm_before_residual,
+            mlp_norm: norm("midlayer.post_attention_layernorm")?,
             mlp: Mlp {
-                gate: linear("midlayer.mlp.gate_proj.weight")?,
-                up: linear("midlayer.mlp.up_proj.weight")?,
-                down: linear("midlayer.mlp.down_proj.weight")?,
+                gate: linear("midlayer.mlp.gate_proj")?,
+                up: linear("midlayer.mlp.up_proj")?,
+                down: linear("midlayer.mlp.down_proj")?,
             },
         })
     }
@@ -301,10 +302,12 @@ impl DraftLayer {
         cache: &mut DraftCache,
         plan: &RowPlan,
     ) -> Result<Tensor> {
-        let u = Tensor::cat(&[self.token_norm.forward(token)?, self.feature_norm.forward(feature)?], 1)?;
+        let normed = self.feature_norm.forward(feature)?;
+        let residual = if self.norm_before_residual { &normed } else { feature };
+        let u = Tensor::cat(&[&self.token_norm.forward(token)?, &normed], 1)?;
         let (q, k, v) = (self.q.forward(&u)?, self.k.forward(&u)?, self.v.forward(&u)?);
         let heads = gqa(cpu, &self.attention, &q, &k, &v, cache.layer(0), &plan.ragged)?;
-        let h = (feature + self.o.forward(&heads)?)?;
+        let h = (residual + self.o.forward(&heads)?)?;
         let y = self.mlp.forward(&self.mlp_norm.forward(&h)?)?;
         Ok((h + y)?)
     }

@@ -1,11 +1,11 @@
 //! The feed-forward half of a layer: a dense SwiGLU, or routed experts beside a shared one.
 
 use candle_core::Tensor;
-use eyrie_checkpoint::{MoeConfig, TargetConfig};
-use eyrie_kernels::{ExpertViews, Experts, Mlp, Router, RouterSpec, Routes, moe};
+use eyrie_checkpoint::{FfnTensors, MoeConfig, MoeTensors, TargetConfig};
+use eyrie_kernels::{ExpertViews, Experts, Mlp, Router, Routes, moe};
 
-use crate::error::Result;
-use crate::loader::Loader;
+use crate::error::{ModelError, Result};
+use crate::loader::{Loader, router_spec};
 
 /// One layer's feed-forward part.
 #[derive(Debug)]
@@ -15,34 +15,30 @@ pub(crate) enum FeedForward {
 }
 
 impl FeedForward {
-    pub(crate) fn load(
-        loader: &mut Loader<'_>,
-        config: &TargetConfig,
-        layer: usize,
-        prefix: &str,
-    ) -> Result<Self> {
-        match &config.moe {
-            Some(moe) if moe.is_moe_layer(layer) => Self::load_moe(loader, moe, prefix),
-            _ => Ok(Self::Dense(loader.mlp(prefix)?)),
+    pub(crate) fn load(loader: &mut Loader<'_>, config: &TargetConfig, tensors: &FfnTensors) -> Result<Self> {
+        match (tensors, &config.moe) {
+            (FfnTensors::Dense(mlp), _) => Ok(Self::Dense(loader.mlp(mlp)?)),
+            (FfnTensors::Moe(moe), Some(config)) => Self::load_moe(loader, config, moe),
+            (FfnTensors::Moe(moe), None) => {
+                Err(ModelError::Unsupported { what: "router without a MoE config", value: moe.router.name.clone() })
+            }
         }
     }
 
-    fn load_moe(loader: &mut Loader<'_>, config: &MoeConfig, prefix: &str) -> Result<Self> {
-        let router = loader.router(router_spec(config), &format!("{prefix}.gate"))?;
-        let mut views = Vec::with_capacity(config.experts);
-        for expert in 0..config.experts {
-            let name = |part: &str| format!("{prefix}.experts.{expert}.{part}_proj");
-            views.push(ExpertViews {
-                gate: loader.view(&name("gate"))?,
-                up: loader.view(&name("up"))?,
-                down: loader.view(&name("down"))?,
-            });
-        }
+    fn load_moe(loader: &mut Loader<'_>, config: &MoeConfig, tensors: &MoeTensors) -> Result<Self> {
+        let gate = loader.linear(&tensors.router)?;
+        let bias = tensors.router_bias.as_ref().map(|bias| loader.vector(bias)).transpose()?;
+        let router = Router::new(router_spec(config), gate, bias)?;
+        let views = tensors.experts.iter().map(|expert| {
+            Ok(ExpertViews {
+                gate: loader.view(&expert.gate)?,
+                up: loader.view(&expert.up)?,
+                down: loader.view(&expert.down)?,
+            })
+        });
+        let views = views.collect::<Result<Vec<_>>>()?;
         let experts = Experts::pack(loader.cpu(), views)?;
-        let shared = match config.shared {
-            0 => None,
-            _ => Some(loader.mlp(&format!("{prefix}.shared_experts"))?),
-        };
+        let shared = tensors.shared.as_ref().map(|mlp| loader.mlp(mlp)).transpose()?;
         Ok(Self::Moe { router, experts, shared })
     }
 

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use eyrie_checkpoint::{Layout, TargetCheckpoint, WeightView};
+use eyrie_checkpoint::{Layout, TargetCheckpoint, WeightView, model_tensors};
 use eyrie_kernels::{Cpu, Embedding, Linear};
-use eyrie_region::{ALIGN, Epoch, Grant, Local, Memfd, MemfdBuilder, Region, RegionKind, TensorGrant};
+use eyrie_region::{ALIGN, Epoch, Grant, GrantError, Local, Memfd, MemfdBuilder, Region, TensorGrant};
 
 use crate::error::{ModelError, Result};
 
@@ -12,6 +12,11 @@ use crate::error::{ModelError, Result};
 pub const EMBED: &str = "embed_tokens";
 /// Name of the head in a grant.
 pub const HEAD: &str = "lm_head";
+
+/// A granted layout: row-major.
+const PLAIN: &str = "plain";
+/// A granted layout: the kernels' tiles of 16 outputs.
+const TILED: &str = "tile16";
 
 /// What memory holds the shared weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,11 +50,9 @@ impl SharedWeights {
     /// Copies embedding and head of `checkpoint` once, straight into memory of the wanted kind, seals it and
     /// checksums it. A tied head is written a second time, since its layout differs. `epoch` is the boot's.
     pub fn build(checkpoint: &TargetCheckpoint, backing: Backing, epoch: Epoch) -> Result<Self> {
-        let embed = checkpoint.linear("model.embed_tokens.weight")?;
-        let head = match checkpoint.config().tie_word_embeddings {
-            true => embed.clone(),
-            false => checkpoint.linear("lm_head.weight")?,
-        };
+        let tensors = model_tensors(checkpoint.config());
+        let embed = checkpoint.linear(&tensors.embed.name)?;
+        let head = checkpoint.linear(&tensors.head.name)?;
         let embed = Placement::at(EMBED, embed, 0, false)?;
         let head = Placement::at(HEAD, head, embed.end(), true)?;
         let total = head.end();
@@ -85,7 +88,8 @@ impl SharedWeights {
         placed: [Placement; 2],
         epoch: Epoch,
     ) -> Result<Self> {
-        let tensors = placed.iter().map(|tensor| tensor.grant(region.bytes())).collect();
+        let tensors =
+            placed.iter().map(|tensor| tensor.grant(region.as_ref())).collect::<Result<Vec<_>, _>>()?;
         let grant = Grant {
             epoch,
             export_id: 1,
@@ -203,32 +207,34 @@ impl Placement {
         Ok(())
     }
 
-    fn grant(&self, region: &[u8]) -> TensorGrant {
-        let [rows, width] = self.view.shape.map(|size| size as u64);
-        TensorGrant {
-            name: self.name.to_owned(),
-            layout: self.layout.to_string(),
-            dtype: self.view.layout.to_string(),
-            shape: vec![rows, width],
-            strides: vec![width, 1],
-            offset: self.offset as u64,
-            bytes: self.bytes as u64,
-            checksum: blake3::hash(&region[self.offset..self.end()]).into(),
+    fn grant(&self, region: &dyn Region) -> Result<TensorGrant, GrantError> {
+        let shape = self.view.shape.map(|size| size as u64);
+        // Tiles are granted with the shape they encode, which needs no more bytes than they have.
+        let dtype = self.view.layout.to_string();
+        let mut tensor = TensorGrant::row_major(region, self.name, &dtype, &shape, self.offset as u64)?;
+        if self.layout == Layout::Bf16Tile16 {
+            tensor.layout = TILED.to_owned();
+            tensor.bytes = self.bytes as u64;
+            tensor.checksum = blake3::hash(tensor.slice(region)?).into();
         }
+        Ok(tensor)
     }
 }
 
 /// The tensor `name` of a verified grant.
 fn granted_view(region: &Arc<dyn Region>, grant: &Grant, name: &'static str) -> Result<WeightView> {
     let tensor = grant
-        .tensors
-        .iter()
-        .find(|tensor| tensor.name == name)
+        .tensor(name)
         .ok_or(ModelError::NotGranted { export_id: grant.export_id, name })?;
-    let layout = [Layout::Bf16Tile16, Layout::Bf16, Layout::F16, Layout::F32]
-        .into_iter()
-        .find(|layout| layout.to_string() == tensor.layout)
-        .ok_or_else(|| ModelError::Unsupported { what: name, value: tensor.layout.clone() })?;
+    let layout = match (tensor.layout.as_str(), tensor.dtype.to_ascii_lowercase().as_str()) {
+        (TILED, "bf16") => Layout::Bf16Tile16,
+        (PLAIN, "bf16") => Layout::Bf16,
+        (PLAIN, "f16") => Layout::F16,
+        (PLAIN, "f32") => Layout::F32,
+        (layout, dtype) => {
+            return Err(ModelError::Unsupported { what: name, value: format!("layout {layout} of {dtype}") });
+        }
+    };
     let &[rows, width] = tensor.shape.as_slice() else {
         return Err(ModelError::Mismatch { what: "rank of a granted weight", expected: 2, got: tensor.shape.len() });
     };
