@@ -239,3 +239,92 @@ cache_type!(
     /// The draft's cache: a row of keys and values a slot.
     DraftCache
 );
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    enum Op {
+        Reserve(usize, usize),
+        Cut(usize, u32),
+        Commit(usize, u32),
+        Free(usize),
+    }
+
+    fn ops() -> impl Strategy<Value = Vec<Op>> {
+        let table = 0..4_usize;
+        let op = prop_oneof![
+            (table.clone(), 0..40_usize).prop_map(|(t, n)| Op::Reserve(t, n)),
+            (table.clone(), 0..40_u32).prop_map(|(t, n)| Op::Cut(t, n)),
+            (table.clone(), 0..40_u32).prop_map(|(t, n)| Op::Commit(t, n)),
+            table.prop_map(Op::Free),
+        ];
+        proptest::collection::vec(op, 1..60)
+    }
+
+    proptest! {
+        #[test]
+        fn every_page_is_free_or_in_one_table(ops in ops(), pages in 1..12_usize, page_rows in 1..9_usize) {
+            let mut allocator = PageAllocator::new(pages, page_rows);
+            let mut tables = vec![SeqTable::default(); 4];
+            for op in ops {
+                match op {
+                    Op::Reserve(t, tokens) => {
+                        let (before, free) = (tables[t].clone(), allocator.free_pages());
+                        match allocator.reserve(&mut tables[t], tokens) {
+                            Ok(()) => prop_assert!(tables[t].capacity(page_rows) >= tokens),
+                            Err(OutOfPages { needed, free: left }) => {
+                                prop_assert!(needed > left);
+                                prop_assert_eq!((&tables[t], left), (&before, free));
+                            }
+                        }
+                        prop_assert!(tables[t].pages().starts_with(before.pages()));
+                    }
+                    Op::Cut(t, len) => {
+                        allocator.cut(&mut tables[t], len);
+                        prop_assert!(tables[t].len() <= len);
+                        prop_assert!(tables[t].capacity(page_rows) < tables[t].len() as usize + page_rows);
+                    }
+                    Op::Commit(t, len) => {
+                        let fits = len as usize <= tables[t].capacity(page_rows);
+                        prop_assert_eq!(tables[t].commit(len, page_rows).is_ok(), fits);
+                    }
+                    Op::Free(t) => allocator.free(std::mem::take(&mut tables[t])),
+                }
+                let held = tables.iter().flat_map(|table| table.pages().iter().copied());
+                let mut all: Vec<u32> = held.chain(allocator.free.iter().copied()).collect();
+                all.sort_unstable();
+                prop_assert_eq!(all, (0..pages as u32).collect::<Vec<_>>());
+            }
+        }
+
+        #[test]
+        fn a_path_is_moved_to_the_front_without_losing_a_row(
+            picked in proptest::collection::btree_set(0..24_usize, 1..12),
+            base_len in 0..9_u32,
+            page_rows in 1..7_usize,
+        ) {
+            let nodes: Vec<usize> = picked.into_iter().collect();
+            let mut allocator = PageAllocator::new(40, page_rows);
+            let mut table = SeqTable::default();
+            allocator.reserve(&mut table, base_len as usize + 24).unwrap();
+            let slot = |logical: usize| table.pool_slot(logical as u32, page_rows).unwrap() as usize;
+            let mut pool = vec![usize::MAX; 40 * page_rows];
+            for logical in 0..base_len as usize + 24 {
+                pool[slot(logical)] = logical;
+            }
+            for (from, to) in path_moves(&table, page_rows, base_len, &nodes).unwrap() {
+                pool[to as usize] = pool[from as usize];
+            }
+            for logical in 0..base_len as usize {
+                prop_assert_eq!(pool[slot(logical)], logical);
+            }
+            for (front, node) in nodes.iter().enumerate() {
+                prop_assert_eq!(pool[slot(base_len as usize + front)], base_len as usize + node);
+            }
+        }
+    }
+}

@@ -87,7 +87,7 @@ impl Eagle3Head {
         let config = checkpoint.config().clone();
         let linear = |name: &str| -> Result<Linear> { Ok(Linear::pack(cpu, &checkpoint.linear(name)?)?) };
         let norm = |name: &str| -> Result<RmsNorm> {
-            Ok(RmsNorm::new(checkpoint.vector(&format!("{name}.weight"))?, config.rms_norm_eps as f32))
+            Ok(RmsNorm::new(cpu, checkpoint.vector(&format!("{name}.weight"))?, config.rms_norm_eps)?)
         };
         let embed = match checkpoint.embed_source() {
             EmbedSource::File => Embedding::new(&checkpoint.linear("embed_tokens")?)?,

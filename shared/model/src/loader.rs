@@ -62,7 +62,7 @@ impl<'a> Loader<'a> {
     }
 
     pub(crate) fn norm(&mut self, spec: &VectorSpec, eps: f64) -> Result<RmsNorm> {
-        Ok(RmsNorm::new(self.vector(spec)?, eps as f32))
+        Ok(RmsNorm::new(self.cpu, self.vector(spec)?, eps)?)
     }
 
     fn count(&mut self, bytes: usize) {
