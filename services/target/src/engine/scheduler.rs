@@ -39,7 +39,7 @@ pub(crate) fn plan(
                 round_rows += rows.len();
                 pieces.push(Piece { key, rows: Rows::Round });
             }
-            Work::Prefill if !sequence.table.pages().is_empty() => prompts.push((key, sequence)),
+            Work::Prefill if sequence.holds_pages() => prompts.push((key, sequence)),
             Work::Prefill | Work::Idle | Work::Finished => {}
         }
     }

@@ -1,5 +1,6 @@
 //! One sequence: its tokens, its KV pages and what it has still to compute.
 
+use std::ops::RangeInclusive;
 use std::time::Instant;
 
 use eyrie_model::SeqTable;
@@ -13,6 +14,13 @@ use super::StreamId;
 pub(crate) struct Key {
     pub(crate) boot: u64,
     pub(crate) seq: u64,
+}
+
+impl Key {
+    /// The keys of all sequences of a boot.
+    pub(crate) fn all_of(boot: u64) -> RangeInclusive<Self> {
+        Self { boot, seq: 0 }..=Self { boot, seq: u64::MAX }
+    }
 }
 
 /// What a sequence computes next.
@@ -112,6 +120,11 @@ impl Sequence {
     /// Whether a step can do something for it.
     pub(crate) fn has_work(&self) -> bool {
         matches!(self.work, Work::Prefill | Work::Round { .. })
+    }
+
+    /// Whether it was admitted: all pages it will ever need are its own.
+    pub(crate) fn holds_pages(&self) -> bool {
+        !self.table.pages().is_empty()
     }
 
     pub(crate) fn is_finished(&self) -> bool {
