@@ -204,10 +204,6 @@ macro_rules! cache_type {
                 &mut self.0.layers[layer]
             }
 
-            pub(crate) fn layers(&self) -> usize {
-                self.0.layers.len()
-            }
-
             /// Pages of the pool.
             pub fn pages(&self) -> usize {
                 self.0.pages
@@ -235,6 +231,13 @@ cache_type!(
     /// The target's cache: a row of `kv_lora_rank + rope` latent numbers a token and layer.
     LatentCache
 );
+
+impl LatentCache {
+    pub(crate) fn layers(&self) -> usize {
+        self.0.layers.len()
+    }
+}
+
 cache_type!(
     /// The draft's cache: a row of keys and values a slot.
     DraftCache

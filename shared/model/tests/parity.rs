@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{Expected, PAGE_ROWS, Pool, argmax_rows, cpu, deepseek, draft, fixture, max_diff, values};
-use eyrie_checkpoint::{TargetCheckpoint, TargetConfig};
+use common::{Expected, PAGE_ROWS, Pool, argmax_rows, cpu, deepseek, fixture, max_diff, values};
+use eyrie_checkpoint::TargetCheckpoint;
 use eyrie_model::{
-    Aux, CaptureSet, DeepSeek, DraftRows, Keep, LogitRows, SeqRows, SeqTable, TargetModel, Trace, load_target,
+    CaptureSet, DeepSeek, Keep, LogitRows, SeqRows, SeqTable, TargetModel, Trace, load_target,
 };
 
 const LOGIT_TOLERANCE: f64 = 5e-5;
