@@ -29,13 +29,15 @@ pub enum RegionError {
         /// File or memfd.
         name: String,
     },
-    /// The region does not fit this machine's address space.
-    #[error("{name}: {bytes} bytes exceed the address space limit of {} bytes", isize::MAX)]
-    TooLarge {
-        /// File or memfd.
+    /// A memfd that would need more memory than the machine or its control group has left.
+    #[error("memfd {name}: {bytes} bytes exceed the {available} bytes of memory available")]
+    OutOfMemory {
+        /// The memfd's name.
         name: String,
-        /// The size asked for.
+        /// Bytes asked for.
         bytes: u64,
+        /// Bytes that could be had.
+        available: u64,
     },
     /// A system call on a memfd failed.
     #[error("memfd {name}: cannot {action}: {source}")]

@@ -13,6 +13,7 @@ mod grant;
 mod lease;
 mod local;
 mod memfd;
+mod memory;
 mod region;
 mod ring;
 mod usage;

@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use memmap2::{Mmap, MmapMut, MmapOptions};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
+use crate::memory::available_memory;
 use crate::{Region, RegionError, RegionKind, align_up};
 
 /// A memfd while it is being filled.
@@ -141,9 +142,7 @@ pub(crate) fn create(name: &str, len: u64) -> Result<OwnedFd, RegionError> {
     if len == 0 {
         return Err(RegionError::Empty { name: format!("memfd {name}") });
     }
-    if isize::try_from(len).is_err() {
-        return Err(RegionError::TooLarge { name: format!("memfd {name}"), bytes: len });
-    }
+    check_fits(name, len, available_memory())?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
         // Kernels before 6.3 do not know the flag; newer ones may be told to insist on it.
@@ -155,6 +154,14 @@ pub(crate) fn create(name: &str, len: u64) -> Result<OwnedFd, RegionError> {
     rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len)
         .map_err(failed(name, "allocate its pages"))?;
     Ok(fd)
+}
+
+/// Allocating more than there is does not fail, it summons the OOM killer upon bystanders: refuse it beforehand.
+fn check_fits(name: &str, len: u64, available: u64) -> Result<(), RegionError> {
+    if len <= available {
+        return Ok(());
+    }
+    Err(RegionError::OutOfMemory { name: name.to_owned(), bytes: len, available })
 }
 
 /// Fixes size and seals of `fd` for good, with `write` deciding who may still write.
@@ -281,11 +288,12 @@ mod tests {
         assert!(matches!(error, RegionError::Length { expected: 8, found: 7 }), "{error}");
     }
 
+    // The check alone: were it broken, a real allocation of that size would take the machine down with it.
     #[test]
-    fn lengths_that_cannot_be_mapped_are_errors() {
+    fn lengths_beyond_memory_are_refused_before_anything_is_allocated() {
         assert!(matches!(MemfdBuilder::new("none", 0), Err(RegionError::Empty { .. })));
-        assert!(matches!(MemfdBuilder::new("huge", u64::MAX), Err(RegionError::TooLarge { .. })));
-        let error = MemfdBuilder::new("huge", 1 << 60).unwrap_err();
-        assert!(error.to_string().contains("huge"), "{error}");
+        check_fits("fits", 4096, 4096).unwrap();
+        let error = check_fits("huge", 4097, 4096).unwrap_err().to_string();
+        assert_eq!(error, "memfd huge: 4097 bytes exceed the 4096 bytes of memory available");
     }
 }
