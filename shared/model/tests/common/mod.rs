@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 pub(crate) mod driver;
+pub(crate) mod fixtures;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
