@@ -114,7 +114,7 @@ fn check_draft(name: &str) {
         let feature = head.fuse(&out.aux.unwrap()).unwrap();
         close(&feature.to_vec().unwrap(), expected.floats(&at("features")), "features");
 
-        let mut cache = head.new_cache(64, common::PAGE_ROWS);
+        let mut cache = head.new_cache(64, common::PAGE_ROWS).unwrap();
         let mut pages = cache.allocator();
         let mut table = SeqTable::default();
         pages.reserve(&mut table, len + 4).unwrap();

@@ -37,7 +37,7 @@ impl<'a> Pair<'a> {
         let out = pool.feed(target, &mut table, prompt, LogitRows::Last);
         let mut tokens = prompt.to_vec();
         tokens.extend(argmax_rows(out.logits.as_ref().unwrap()));
-        let draft_cache = draft.new_cache(room, PAGE_ROWS);
+        let draft_cache = draft.new_cache(room, PAGE_ROWS).unwrap();
         let draft_pages = draft_cache.allocator();
         let (draft_table, aux) = (SeqTable::default(), out.aux.unwrap());
         Self { target, draft, pool, table, draft_cache, draft_pages, draft_table, tokens, aux }

@@ -125,7 +125,7 @@ pub(crate) struct Pool {
 
 impl Pool {
     pub(crate) fn new(model: &dyn TargetModel, tokens: usize) -> Self {
-        let cache = model.new_cache(tokens, PAGE_ROWS);
+        let cache = model.new_cache(tokens, PAGE_ROWS).unwrap();
         let pages = cache.allocator();
         Self { cache, pages }
     }
