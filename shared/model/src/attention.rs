@@ -1,5 +1,7 @@
 //! Multi-head latent attention: queries through a low-rank path, keys and values as one cached latent a token.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 use eyrie_checkpoint::{AttentionTensors, QueryTensors, TargetConfig};
 use eyrie_kernels::{Cpu, Linear, MlaDims, MlaWeights, PagedRows, Ragged, RmsNorm, Rope, mla};
@@ -36,7 +38,7 @@ impl Attention {
     pub(crate) fn load(
         loader: &mut Loader<'_>,
         config: &TargetConfig,
-        rope: &Rope,
+        rope: &Arc<Rope>,
         tensors: &AttentionTensors,
     ) -> Result<Self> {
         // The low-rank norms have their own eps: published models were trained with 1e-6 whatever rms_norm_eps says.
@@ -53,18 +55,16 @@ impl Attention {
             heads: config.num_attention_heads,
             nope: config.qk_nope_head_dim,
             rope: config.qk_rope_head_dim,
-            value: config.v_head_dim,
-            latent: config.kv_lora_rank,
+            v: config.v_head_dim,
+            kv_lora: config.kv_lora_rank,
         };
         let kv_norm = loader.norm(&tensors.kv_a_norm, eps)?;
         let kv_b = loader.view(&tensors.kv_b)?;
-        // The scale is that of the full query width, absorbed or not.
-        let scale = rope.softmax_scale(config.qk_head_dim());
         Ok(Self {
             cpu: loader.cpu().clone(),
             query,
             latent: loader.linear(&tensors.kv_a)?,
-            mla: MlaWeights::new(loader.cpu(), dims, kv_norm, &kv_b, rope.clone(), scale)?,
+            mla: MlaWeights::new(dims, kv_norm, &kv_b, Arc::clone(rope))?,
             out: loader.linear(&tensors.o)?,
         })
     }

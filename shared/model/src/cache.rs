@@ -136,11 +136,10 @@ struct PagedLayers {
 }
 
 impl PagedLayers {
-    fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Self {
-        let page_rows = page_rows.max(1);
-        let pages = tokens.div_ceil(page_rows);
-        let layers = (0..layers).map(|_| PagedRows::new(pages, page_rows, width)).collect();
-        Self { layers, pages, page_rows }
+    fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Result<Self> {
+        let pages = if page_rows == 0 { 0 } else { tokens.div_ceil(page_rows) };
+        let layers = (0..layers).map(|_| PagedRows::new(pages, page_rows, width)).collect::<Result<_, _>>()?;
+        Ok(Self { layers, pages, page_rows })
     }
 
     fn keep(&mut self, table: &mut SeqTable, keep: Keep<'_>) -> Result<()> {
@@ -150,7 +149,7 @@ impl PagedLayers {
                 let moves = path_moves(table, self.page_rows, base_len, nodes)?;
                 for rows in &mut self.layers {
                     for &(from, to) in &moves {
-                        rows.copy(from, to);
+                        rows.copy(from, to)?;
                     }
                 }
                 table.commit(base_len + nodes.len() as u32, self.page_rows)
@@ -196,16 +195,12 @@ macro_rules! cache_type {
         pub struct $name(PagedLayers);
 
         impl $name {
-            pub(crate) fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Self {
-                Self(PagedLayers::new(layers, tokens, page_rows, width))
+            pub(crate) fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Result<Self> {
+                Ok(Self(PagedLayers::new(layers, tokens, page_rows, width)?))
             }
 
             pub(crate) fn layer(&mut self, layer: usize) -> &mut PagedRows {
                 &mut self.0.layers[layer]
-            }
-
-            pub(crate) fn layers(&self) -> usize {
-                self.0.layers.len()
             }
 
             /// Pages of the pool.
@@ -235,6 +230,13 @@ cache_type!(
     /// The target's cache: a row of `kv_lora_rank + rope` latent numbers a token and layer.
     LatentCache
 );
+
+impl LatentCache {
+    pub(crate) fn layers(&self) -> usize {
+        self.0.layers.len()
+    }
+}
+
 cache_type!(
     /// The draft's cache: a row of keys and values a slot.
     DraftCache

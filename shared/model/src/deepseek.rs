@@ -2,6 +2,8 @@
 //!
 //! `h += attention(norm(h)); h += feed_forward(norm(h))` a layer, then `norm(h) · lm_headᵀ`.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 use eyrie_checkpoint::{LayerTensors, TargetCheckpoint, TargetConfig, layer_tensors, model_tensors};
 use eyrie_kernels::{Cpu, Embedding, Linear, PagedRows, Ragged, RmsNorm, Rope, RopeStyle};
@@ -59,7 +61,8 @@ impl DeepSeek {
     ) -> Result<Self> {
         shared.check(config.vocab_size, config.hidden_size)?;
         let mut loader = Loader::new(checkpoint, cpu, progress)?;
-        let rope = Rope::new(rope_spec(&config.rope, config.qk_rope_head_dim, RopeStyle::Interleaved))?;
+        let rope = rope_spec(&config.rope, config.qk_rope_head_dim, RopeStyle::Interleaved);
+        let rope = Arc::new(Rope::new(rope)?);
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for index in 0..config.num_hidden_layers {
             layers.push(Layer::load(&mut loader, &config, &rope, &layer_tensors(&config, index))?);
@@ -76,6 +79,9 @@ impl DeepSeek {
         cache: &mut LatentCache,
         mut trace: Option<&mut Trace>,
     ) -> Result<ForwardOut> {
+        if batch.is_empty() {
+            return Ok(ForwardOut::default());
+        }
         let plan = self.plan(batch, cache)?;
         let tokens: Vec<u32> = batch.iter().flat_map(|rows| rows.tokens).copied().collect();
         let mut captured = Captured::new(self.capture.as_ref());
@@ -141,7 +147,7 @@ impl Layer {
     fn load(
         loader: &mut Loader<'_>,
         config: &TargetConfig,
-        rope: &Rope,
+        rope: &Arc<Rope>,
         tensors: &LayerTensors,
     ) -> Result<Self> {
         let eps = config.rms_norm_eps;
@@ -214,7 +220,7 @@ impl TargetModel for DeepSeek {
         self.capture.as_ref()
     }
 
-    fn new_cache(&self, tokens: usize, page_rows: usize) -> LatentCache {
+    fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<LatentCache> {
         let width = self.config.kv_lora_rank + self.config.qk_rope_head_dim;
         LatentCache::new(self.layers.len(), tokens, page_rows, width)
     }

@@ -3,6 +3,7 @@
 //! Slot `j` holds token `j + 1` and the feature of position `j`, rotates by position `j` and predicts token `j + 2`.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{DraftCheckpoint, DraftConfig, EmbedSource, HeadSource};
@@ -143,9 +144,10 @@ impl Eagle3Head {
         Ok(self.target_ids.as_ref().map_or(draft_id, |ids| ids[draft_id as usize]))
     }
 
-    /// A cache for `tokens` slots (rounded up to whole pages) in pages of `page_rows`.
-    pub fn new_cache(&self, tokens: usize, page_rows: usize) -> DraftCache {
-        DraftCache::new(1, tokens, page_rows, 2 * self.config.num_key_value_heads * self.config.head_dim)
+    /// A cache for `tokens` slots (rounded up to whole pages) in pages of `page_rows`; errors when either is 0 or the
+    /// bytes cannot be addressed.
+    pub fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<DraftCache> {
+        DraftCache::new(1, tokens, page_rows, self.layer.attention.cache_width())
     }
 
     /// `fc` over captured rows: `[R, A·Ht]` to `[R, H]`.
@@ -269,7 +271,7 @@ impl DraftLayer {
         linear: &dyn Fn(&str) -> Result<Linear>,
         norm: &dyn Fn(&str) -> Result<RmsNorm>,
     ) -> Result<Self> {
-        let rope = Rope::new(rope_spec(&config.rope, config.head_dim, RopeStyle::HalfSplit))?;
+        let rope = Arc::new(Rope::new(rope_spec(&config.rope, config.head_dim, RopeStyle::HalfSplit))?);
         Ok(Self {
             token_norm: norm("midlayer.input_layernorm")?,
             feature_norm: norm("midlayer.hidden_norm")?,
@@ -285,11 +287,11 @@ impl DraftLayer {
             },
             norm_before_residual: config.norm_before_residual,
             mlp_norm: norm("midlayer.post_attention_layernorm")?,
-            mlp: Mlp {
-                gate: linear("midlayer.mlp.gate_proj")?,
-                up: linear("midlayer.mlp.up_proj")?,
-                down: linear("midlayer.mlp.down_proj")?,
-            },
+            mlp: Mlp::new(
+                linear("midlayer.mlp.gate_proj")?,
+                linear("midlayer.mlp.up_proj")?,
+                linear("midlayer.mlp.down_proj")?,
+            )?,
         })
     }
 

@@ -44,7 +44,7 @@ impl TargetModel for KimiK25 {
         self.0.capture()
     }
 
-    fn new_cache(&self, tokens: usize, page_rows: usize) -> LatentCache {
+    fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<LatentCache> {
         self.0.new_cache(tokens, page_rows)
     }
 

@@ -1,10 +1,11 @@
 //! Turns checkpoint tensors into kernels' weights and counts the bytes on the way.
 
 use eyrie_checkpoint::{
-    LinearSpec, MlpTensors, MoeConfig, RopeConfig, Scoring, TargetCheckpoint, TopkMethod, VectorSpec, WeightView, model_tensors,
+    LinearSpec, MlpTensors, MoeConfig, RopeConfig, Scoring, TargetCheckpoint, TopkMethod, VectorSpec, WeightView,
+    model_tensors,
 };
 use eyrie_kernels::{
-    Cpu, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouterMethod, RouterScoring, RouterSpec, YarnSpec,
+    self as kernels, Cpu, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouteMethod, RouterSpec, YarnSpec,
 };
 
 use crate::error::Result;
@@ -52,7 +53,11 @@ impl<'a> Loader<'a> {
     }
 
     pub(crate) fn mlp(&mut self, spec: &MlpTensors) -> Result<Mlp> {
-        Ok(Mlp { gate: self.linear(&spec.gate)?, up: self.linear(&spec.up)?, down: self.linear(&spec.down)? })
+        Ok(Mlp::pack(self.cpu, &self.mlp_views(spec)?)?)
+    }
+
+    pub(crate) fn mlp_views(&mut self, spec: &MlpTensors) -> Result<ExpertViews> {
+        Ok(ExpertViews { gate: self.view(&spec.gate)?, up: self.view(&spec.up)?, down: self.view(&spec.down)? })
     }
 
     pub(crate) fn vector(&mut self, spec: &VectorSpec) -> Result<Vec<f32>> {
@@ -88,17 +93,17 @@ pub(crate) fn router_spec(config: &MoeConfig) -> RouterSpec {
         experts: config.n_routed_experts,
         per_token: config.num_experts_per_tok,
         scoring: match config.scoring {
-            Scoring::Softmax => RouterScoring::Softmax,
-            Scoring::Sigmoid => RouterScoring::Sigmoid,
+            Scoring::Softmax => kernels::Scoring::Softmax,
+            Scoring::Sigmoid => kernels::Scoring::Sigmoid,
         },
         method: match config.method {
-            TopkMethod::Greedy => RouterMethod::Greedy,
-            TopkMethod::GroupLimitedGreedy => RouterMethod::GroupLimited,
-            TopkMethod::NoAuxTc => RouterMethod::NoAuxTc,
+            TopkMethod::Greedy => RouteMethod::Greedy,
+            TopkMethod::GroupLimitedGreedy => RouteMethod::GroupLimited,
+            TopkMethod::NoAuxTc => RouteMethod::NoAuxTc,
         },
         groups: config.n_group,
         top_groups: config.topk_group,
         normalise: config.norm_topk_prob,
-        scale: config.routed_scaling_factor as f32,
+        scale: config.routed_scaling_factor,
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{FfnTensors, MoeConfig, MoeTensors, TargetConfig};
-use eyrie_kernels::{ExpertViews, Experts, Mlp, Router, Routes, moe};
+use eyrie_kernels::{Experts, Mlp, Router, Routes, moe};
 
 use crate::error::{ModelError, Result};
 use crate::loader::{Loader, router_spec};
@@ -29,14 +29,7 @@ impl FeedForward {
         let gate = loader.linear(&tensors.router)?;
         let bias = tensors.router_bias.as_ref().map(|bias| loader.vector(bias)).transpose()?;
         let router = Router::new(router_spec(config), gate, bias)?;
-        let views = tensors.experts.iter().map(|expert| {
-            Ok(ExpertViews {
-                gate: loader.view(&expert.gate)?,
-                up: loader.view(&expert.up)?,
-                down: loader.view(&expert.down)?,
-            })
-        });
-        let views = views.collect::<Result<Vec<_>>>()?;
+        let views = tensors.experts.iter().map(|expert| loader.mlp_views(expert)).collect::<Result<Vec<_>>>()?;
         let experts = Experts::pack(loader.cpu(), views)?;
         let shared = tensors.shared.as_ref().map(|mlp| loader.mlp(mlp)).transpose()?;
         Ok(Self::Moe { router, experts, shared })

@@ -92,11 +92,6 @@ impl RowPlan {
         Ok(Self { ragged, rows, logit_rows, selected, total })
     }
 
-    /// Number of rows in the batch.
-    pub(crate) fn total(&self) -> usize {
-        self.total
-    }
-
     /// The rows of `hidden` that get logits, or `None` when no row does.
     pub(crate) fn select(&self, hidden: &Tensor) -> Result<Option<Tensor>> {
         match &self.selected {

@@ -28,8 +28,9 @@ pub trait TargetModel: Send + std::fmt::Debug {
     /// The capture set, `None` before [`set_capture`](Self::set_capture).
     fn capture(&self) -> Option<&CaptureSet>;
 
-    /// A cache for `tokens` slots (rounded up to whole pages) in pages of `page_rows`.
-    fn new_cache(&self, tokens: usize, page_rows: usize) -> LatentCache;
+    /// A cache for `tokens` slots (rounded up to whole pages) in pages of `page_rows`; errors when either is 0 or the
+    /// bytes cannot be addressed.
+    fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<LatentCache>;
 
     /// Runs all rows of `batch` in one pass and writes their latents into `cache`; tables are not changed.
     /// A row's result is bit-equal whatever rows run beside it and however its prefix was chunked. Errors on token
@@ -41,7 +42,7 @@ pub trait TargetModel: Send + std::fmt::Debug {
 }
 
 /// What a target forward returns.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct ForwardOut {
     /// `[n, V]` f32 for the `n` rows that asked for logits, in batch order; `None` when no row did.
     pub logits: Option<Tensor>,

@@ -25,7 +25,7 @@ fn bench(len: usize) -> (Bench, Aux, Vec<u32>) {
     let mut pool = Pool::new(&target, 512);
     let out = pool.feed(&mut target, &mut SeqTable::default(), &tokens[..len], LogitRows::None);
     assert!(out.logits.is_none());
-    let cache = head.new_cache(1024, PAGE_ROWS);
+    let cache = head.new_cache(1024, PAGE_ROWS).unwrap();
     let pages = cache.allocator();
     (Bench { head, cache, pages }, out.aux.unwrap(), tokens[1..].to_vec())
 }

@@ -2,104 +2,17 @@
 
 mod common;
 
-use common::{Expected, PAGE_ROWS, Pool, argmax_rows, cpu, deepseek, draft, fixture, max_diff, values};
-use eyrie_checkpoint::{TargetCheckpoint, TargetConfig};
-use eyrie_model::{
-    Aux, CaptureSet, DeepSeek, DraftRows, Keep, LogitRows, SeqRows, SeqTable, TargetModel, Trace, load_target,
-};
-
-const LOGIT_TOLERANCE: f64 = 5e-5;
-const RESID_TOLERANCE: f64 = 5e-5;
-const WEIGHT_TOLERANCE: f64 = 1e-5;
-const VARIANTS: [&str; 5] = ["v2_lite", "v2_group", "v3", "v3_norope_scaling", "k25_int4"];
-
-/// Everything one forward over all of a fixture's sequences computed.
-struct Run {
-    logits: Vec<f32>,
-    aux: Option<Vec<f32>>,
-    trace: Trace,
-}
-
-fn run(model: &mut DeepSeek, expected: &Expected, chunk: usize) -> Run {
-    let sequences = expected.id_rows("tokens");
-    let length = sequences[0].len();
-    let mut pool = Pool::new(model, sequences.len() * (length + PAGE_ROWS));
-    let mut tables = vec![SeqTable::default(); sequences.len()];
-    for table in &mut tables {
-        pool.pages.reserve(table, length).unwrap();
-    }
-    let mut chunks = Vec::new();
-    for start in (0..length).step_by(chunk) {
-        let end = (start + chunk).min(length);
-        let batch: Vec<SeqRows<'_>> = std::iter::zip(&tables, &sequences)
-            .map(|(table, tokens)| SeqRows {
-                table,
-                base_len: start as u32,
-                tokens: &tokens[start..end],
-                parents: None,
-                logits: LogitRows::All,
-            })
-            .collect();
-        let mut trace = Trace::default();
-        let out = model.forward_traced(&batch, &mut pool.cache, Some(&mut trace)).unwrap();
-        for table in &mut tables {
-            model.rollback(&mut pool.cache, table, Keep::Len(end as u32)).unwrap();
-        }
-        chunks.push((end - start, values(&out.logits.unwrap()), out.aux.map(|aux| aux.to_vec().unwrap()), trace));
-    }
-    if chunks.len() == 1 {
-        let (_, logits, aux, trace) = chunks.remove(0);
-        return Run { logits, aux, trace };
-    }
-    let parts: Vec<(usize, &[f32])> = chunks.iter().map(|(n, logits, ..)| (*n, logits.as_slice())).collect();
-    Run { logits: by_sequence(&parts, sequences.len()), aux: None, trace: Trace::default() }
-}
-
-/// Chunk outputs `[sequence][row]` as one output `[sequence][all rows]`.
-fn by_sequence(chunks: &[(usize, &[f32])], sequences: usize) -> Vec<f32> {
-    let mut out = Vec::new();
-    for sequence in 0..sequences {
-        for (_, values) in chunks {
-            let size = values.len() / sequences;
-            out.extend_from_slice(&values[sequence * size..(sequence + 1) * size]);
-        }
-    }
-    out
-}
-
-fn load(variant: &str, threads: usize) -> DeepSeek {
-    deepseek(&fixture(variant), &cpu(threads))
-}
-
-fn expected(variant: &str) -> Expected {
-    Expected::read(&fixture(variant).join("expected.safetensors"))
-}
-
-/// Largest difference of logits, and whether every route is the expected one.
-fn compare(run: &Run, expected: &Expected) -> (f64, bool) {
-    let routes = run.trace.routes.iter().all(|layer| {
-        let name = format!("route.{}", layer.layer);
-        layer.routes.ids == expected.ids(&format!("{name}.ids"))
-            && max_diff(&layer.routes.weights, expected.floats(&format!("{name}.w"))) < WEIGHT_TOLERANCE * scale(expected)
-    });
-    (max_diff(&run.logits, expected.floats("logits")), routes)
-}
-
-/// Combine weights go up to the routed scale; the tolerance goes with them.
-fn scale(expected: &Expected) -> f64 {
-    let largest = |layer: usize| {
-        let name = format!("route.{layer}.w");
-        expected.has(&name).then(|| expected.floats(&name).iter().copied().fold(1.0, f64::max))
-    };
-    (0..64).filter_map(largest).fold(1.0, f64::max)
-}
+use common::fixtures::{LOGIT_TOLERANCE, RESID_TOLERANCE, VARIANTS, WHOLE, compare, expected, load, run};
+use common::{Pool, argmax_rows, cpu, draft, fixture, max_diff, values};
+use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint, aux_ids};
+use eyrie_model::{CaptureSet, DraftRows, Keep, LogitRows, SeqTable, TargetModel, load_target};
 
 #[test]
 fn logits_streams_and_routes_are_the_references() {
     for variant in VARIANTS {
         let expected = expected(variant);
         let mut model = load(variant, 2);
-        let run = run(&mut model, &expected, usize::MAX / 2);
+        let run = run(&mut model, &expected, WHOLE);
         let (logits, routes) = compare(&run, &expected);
         assert!(logits < LOGIT_TOLERANCE, "{variant}: logits off by {logits:e}");
         assert!(routes, "{variant}: routes differ");
@@ -123,7 +36,7 @@ fn every_capture_id_is_the_stream_entering_that_layer() {
         let hidden = model.config().hidden_size;
         let ids: Vec<usize> = (0..=layers).collect();
         model.set_capture(&CaptureSet::new(&ids, layers).unwrap()).unwrap();
-        let run = run(&mut model, &expected, usize::MAX / 2);
+        let run = run(&mut model, &expected, WHOLE);
         let aux = run.aux.unwrap();
         let rows = aux.len() / (ids.len() * hidden);
         assert_eq!(rows, expected.ids("tokens").len());
@@ -142,7 +55,7 @@ fn every_capture_id_is_the_stream_entering_that_layer() {
 fn chunked_prompts_are_bit_equal_to_whole_ones() {
     for variant in VARIANTS {
         let expected = expected(variant);
-        let whole = run(&mut load(variant, 2), &expected, usize::MAX / 2);
+        let whole = run(&mut load(variant, 2), &expected, WHOLE);
         for chunk in [1, 3, 5, 7] {
             let chunked = run(&mut load(variant, 1), &expected, chunk);
             assert_eq!(chunked.logits, whole.logits, "{variant} in chunks of {chunk}");
@@ -175,4 +88,80 @@ fn greedy_decoding_is_the_references_through_the_loader_of_any_architecture() {
             current = argmax_rows(&pool.feed_each(model.as_mut(), &mut tables, &current).logits.unwrap());
         }
     }
+}
+
+/// Rows and chain of a draft fixture, fed with this crate's own target features.
+fn check_draft(name: &str) {
+    let expected = common::Expected::read(&fixture(name).join("expected.safetensors"));
+    let mut target = load("v3", 2);
+    let layers = target.config().num_hidden_layers;
+    let checkpoint = DraftCheckpoint::open(&fixture(name)).unwrap();
+    let canonical = aux_ids(checkpoint.config(), layers, None).unwrap().canonical;
+    let capture = CaptureSet::new(&canonical, layers).unwrap();
+    target.set_capture(&capture).unwrap();
+    let mut head = draft(&fixture(name), &capture, target.embed_and_head(), &cpu(2));
+    for prompt in 0..2 {
+        let at = |what: &str| format!("prompt.{prompt}.{what}");
+        let close = |got: &[f32], want: &[f64], what: &str| {
+            let diff = max_diff(got, want);
+            assert!(diff < 2.0 * LOGIT_TOLERANCE, "{name} {prompt} {what}: off by {diff:e}");
+        };
+        let tokens = expected.ids(&at("tokens"));
+        let len = tokens.len() - 1;
+        let mut pool = Pool::new(&target, 64);
+        let out = pool.feed(&mut target, &mut SeqTable::default(), &tokens[..len], LogitRows::Last);
+        assert_eq!(argmax_rows(&out.logits.unwrap()), tokens[len..]);
+        let feature = head.fuse(&out.aux.unwrap()).unwrap();
+        close(&feature.to_vec().unwrap(), expected.floats(&at("features")), "features");
+
+        let mut cache = head.new_cache(64, common::PAGE_ROWS).unwrap();
+        let mut pages = cache.allocator();
+        let mut table = SeqTable::default();
+        pages.reserve(&mut table, len + 4).unwrap();
+        let rows = DraftRows {
+            table: &table,
+            base_slot: 0,
+            origin: 0,
+            tokens: &tokens[1..],
+            feature: &feature,
+            parents: None,
+        };
+        let out = head.extend(&mut cache, &[rows]).unwrap();
+        cache.keep(&mut table, Keep::Len(len as u32)).unwrap();
+        close(&out.states.to_vec().unwrap(), expected.floats(&at("states")), "states");
+
+        let (mut state, mut logits) = (out.states.slice(len - 1..len).unwrap(), out.logits);
+        let chain = |what: &str| format!("chain.{prompt}.{what}");
+        let vocab = head.draft_vocab();
+        for step in 0..4 {
+            let want = &expected.floats(&chain("logits"))[step * vocab..(step + 1) * vocab];
+            close(&values(&logits), want, "chain logits");
+            let want = &expected.floats(&chain("states"))[step * state.width()..(step + 1) * state.width()];
+            close(&state.to_vec().unwrap(), want, "chain states");
+            let id = argmax_rows(&logits)[0];
+            assert_eq!(id, expected.ids(&chain("draft_ids"))[step]);
+            let token = [head.to_target_id(id).unwrap()];
+            assert_eq!(token[0], expected.ids(&chain("tokens"))[step]);
+            let rows = DraftRows {
+                table: &table,
+                base_slot: (len + step) as u32,
+                origin: 0,
+                tokens: &token,
+                feature: &state,
+                parents: None,
+            };
+            let out = head.step(&mut cache, &[rows]).unwrap();
+            (state, logits) = (out.states, out.logits);
+        }
+    }
+}
+
+#[test]
+fn a_draft_with_its_own_head_is_the_reference() {
+    check_draft("v3_eagle3");
+}
+
+#[test]
+fn a_draft_that_borrows_embedding_and_head_is_the_reference() {
+    check_draft("v3_eagle3_shared");
 }

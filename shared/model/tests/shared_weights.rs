@@ -99,7 +99,7 @@ fn grants_that_lack_or_misdescribe_a_tensor_are_refused() {
 
 #[test]
 fn the_fingerprint_is_of_the_weights_and_not_of_the_boot() {
-    let of = |dir| {
+    let of = |dir: std::path::PathBuf| {
         let checkpoint = TargetCheckpoint::open(&dir).unwrap();
         SharedWeights::build(&checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap().fingerprint()
     };

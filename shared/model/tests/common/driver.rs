@@ -9,35 +9,35 @@ use eyrie_model::{
 use super::{PAGE_ROWS, Pool, argmax_rows, values};
 
 /// A target and a draft with room for one sequence.
-pub struct Pair<'a> {
-    pub target: &'a mut dyn TargetModel,
-    pub draft: &'a mut Eagle3Head,
+pub(crate) struct Pair<'a> {
+    pub(crate) target: &'a mut dyn TargetModel,
+    pub(crate) draft: &'a mut Eagle3Head,
     pool: Pool,
     table: SeqTable,
     draft_cache: DraftCache,
     draft_pages: PageAllocator,
     draft_table: SeqTable,
     /// Emitted tokens; the last has no target row yet.
-    pub tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
     /// Rows captured at the positions behind the draft's committed slots.
     aux: Aux,
 }
 
 /// One tree as the target sees it: node 0 is the root.
-pub struct Tree {
-    pub tokens: Vec<u32>,
-    pub parents: Vec<u16>,
+pub(crate) struct Tree {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) parents: Vec<u16>,
 }
 
 impl<'a> Pair<'a> {
     /// Prefills `prompt` and emits the first token.
-    pub fn start(target: &'a mut dyn TargetModel, draft: &'a mut Eagle3Head, prompt: &[u32], room: usize) -> Self {
+    pub(crate) fn start(target: &'a mut dyn TargetModel, draft: &'a mut Eagle3Head, prompt: &[u32], room: usize) -> Self {
         let mut pool = Pool::new(target, room);
         let mut table = SeqTable::default();
         let out = pool.feed(target, &mut table, prompt, LogitRows::Last);
         let mut tokens = prompt.to_vec();
         tokens.extend(argmax_rows(out.logits.as_ref().unwrap()));
-        let draft_cache = draft.new_cache(room, PAGE_ROWS);
+        let draft_cache = draft.new_cache(room, PAGE_ROWS).unwrap();
         let draft_pages = draft_cache.allocator();
         let (draft_table, aux) = (SeqTable::default(), out.aux.unwrap());
         Self { target, draft, pool, table, draft_cache, draft_pages, draft_table, tokens, aux }
@@ -68,7 +68,7 @@ impl<'a> Pair<'a> {
     }
 
     /// Drafts a chain of `k` tokens, verifies it; returns the proposed tokens and how many were accepted.
-    pub fn chain_round(&mut self, k: usize) -> (Vec<u32>, usize) {
+    pub(crate) fn chain_round(&mut self, k: usize) -> (Vec<u32>, usize) {
         let proposed = self.chain(k);
         let tree = Tree {
             tokens: std::iter::once(*self.tokens.last().unwrap()).chain(proposed.iter().copied()).collect(),
@@ -129,7 +129,7 @@ impl<'a> Pair<'a> {
     }
 
     /// Grows a dynamic tree of `nodes` nodes with the root, verifies it; returns tree, accepted path, bonus token.
-    pub fn tree_round(&mut self, top_k: usize, depth: usize, nodes: usize) -> (Tree, Vec<usize>, u32) {
+    pub(crate) fn tree_round(&mut self, top_k: usize, depth: usize, nodes: usize) -> (Tree, Vec<usize>, u32) {
         let tree = self.grow(top_k, depth, nodes);
         let y = self.verify(&tree, Some(&tree.parents));
         let mut path = vec![0];

@@ -1,7 +1,8 @@
 //! Models, fixtures and expected values shared by this crate's tests.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-pub mod driver;
+pub(crate) mod driver;
+pub(crate) mod fixtures;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -15,49 +16,49 @@ use eyrie_model::{
 };
 use eyrie_region::Epoch;
 
-pub const PAGE_ROWS: usize = 16;
+pub(crate) const PAGE_ROWS: usize = 16;
 
-pub fn workspace() -> PathBuf {
+pub(crate) fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-pub fn fixture(name: &str) -> PathBuf {
+pub(crate) fn fixture(name: &str) -> PathBuf {
     workspace().join("tests/fixtures").join(name)
 }
 
-pub fn demo(name: &str) -> PathBuf {
+pub(crate) fn demo(name: &str) -> PathBuf {
     workspace().join("deploy/demo").join(name)
 }
 
-pub fn cpu(threads: usize) -> Cpu {
+pub(crate) fn cpu(threads: usize) -> Cpu {
     Cpu::new(CpuOptions { threads, isa: Isa::best() }).unwrap()
 }
 
-pub fn shared(checkpoint: &TargetCheckpoint) -> SharedWeights {
+pub(crate) fn shared(checkpoint: &TargetCheckpoint) -> SharedWeights {
     SharedWeights::build(checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap()
 }
 
-pub fn deepseek(dir: &Path, cpu: &Cpu) -> DeepSeek {
+pub(crate) fn deepseek(dir: &Path, cpu: &Cpu) -> DeepSeek {
     deepseek_as(dir, cpu, |_| {})
 }
 
 /// The model in `dir` under a config that `change` has edited.
-pub fn deepseek_as(dir: &Path, cpu: &Cpu, change: impl FnOnce(&mut TargetConfig)) -> DeepSeek {
+pub(crate) fn deepseek_as(dir: &Path, cpu: &Cpu, change: impl FnOnce(&mut TargetConfig)) -> DeepSeek {
     let checkpoint = TargetCheckpoint::open(dir).unwrap();
     let mut config = checkpoint.config().clone();
     change(&mut config);
     DeepSeek::load_as(config, &checkpoint, shared(&checkpoint), cpu, &mut |_| {}).unwrap()
 }
 
-pub fn draft(dir: &Path, capture: &CaptureSet, shared: &SharedWeights, cpu: &Cpu) -> Eagle3Head {
+pub(crate) fn draft(dir: &Path, capture: &CaptureSet, shared: &SharedWeights, cpu: &Cpu) -> Eagle3Head {
     Eagle3Head::load(&DraftCheckpoint::open(dir).unwrap(), capture, shared, cpu).unwrap()
 }
 
 /// Tensors a fixture's independent reference computed.
-pub struct Expected(HashMap<String, (Vec<usize>, Vec<f64>)>);
+pub(crate) struct Expected(HashMap<String, (Vec<usize>, Vec<f64>)>);
 
 impl Expected {
-    pub fn read(path: &Path) -> Self {
+    pub(crate) fn read(path: &Path) -> Self {
         let bytes = std::fs::read(path).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let tensors = file.iter().map(|(name, view)| {
@@ -76,61 +77,61 @@ impl Expected {
         Self(tensors.collect())
     }
 
-    pub fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.0.contains_key(name)
     }
 
-    pub fn shape(&self, name: &str) -> &[usize] {
+    pub(crate) fn shape(&self, name: &str) -> &[usize] {
         &self.0[name].0
     }
 
-    pub fn floats(&self, name: &str) -> &[f64] {
+    pub(crate) fn floats(&self, name: &str) -> &[f64] {
         &self.0[name].1
     }
 
-    pub fn ids(&self, name: &str) -> Vec<u32> {
+    pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
         self.0[name].1.iter().map(|&id| id as u32).collect()
     }
 
     /// Rows of the integer matrix `name`.
-    pub fn id_rows(&self, name: &str) -> Vec<Vec<u32>> {
+    pub(crate) fn id_rows(&self, name: &str) -> Vec<Vec<u32>> {
         let width = *self.shape(name).last().unwrap();
         self.ids(name).chunks(width).map(<[u32]>::to_vec).collect()
     }
 }
 
-pub fn values(tensor: &Tensor) -> Vec<f32> {
+pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// Largest absolute difference; NaN counts as infinite.
-pub fn max_diff(got: &[f32], want: &[f64]) -> f64 {
+pub(crate) fn max_diff(got: &[f32], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     std::iter::zip(got, want)
         .map(|(&g, &w)| (f64::from(g) - w).abs())
         .fold(0.0, |max, d| if d > max || d.is_nan() { if d.is_nan() { f64::INFINITY } else { d } } else { max })
 }
 
-pub fn argmax_rows(logits: &Tensor) -> Vec<u32> {
+pub(crate) fn argmax_rows(logits: &Tensor) -> Vec<u32> {
     let width = logits.dim(1).unwrap();
     values(logits).chunks(width).map(|row| eyrie_kernels::argmax(row).unwrap()).collect()
 }
 
 /// A target's cache with the allocator over it.
-pub struct Pool {
-    pub cache: LatentCache,
-    pub pages: PageAllocator,
+pub(crate) struct Pool {
+    pub(crate) cache: LatentCache,
+    pub(crate) pages: PageAllocator,
 }
 
 impl Pool {
-    pub fn new(model: &dyn TargetModel, tokens: usize) -> Self {
-        let cache = model.new_cache(tokens, PAGE_ROWS);
+    pub(crate) fn new(model: &dyn TargetModel, tokens: usize) -> Self {
+        let cache = model.new_cache(tokens, PAGE_ROWS).unwrap();
         let pages = cache.allocator();
         Self { cache, pages }
     }
 
     /// Runs `tokens` behind what `table` holds and commits them.
-    pub fn feed(
+    pub(crate) fn feed(
         &mut self,
         model: &mut dyn TargetModel,
         table: &mut SeqTable,
@@ -149,7 +150,7 @@ impl Pool {
 
 impl Pool {
     /// Runs one token of every sequence in one pass, with logits, and commits them.
-    pub fn feed_each(&mut self, model: &mut dyn TargetModel, tables: &mut [SeqTable], tokens: &[u32]) -> ForwardOut {
+    pub(crate) fn feed_each(&mut self, model: &mut dyn TargetModel, tables: &mut [SeqTable], tokens: &[u32]) -> ForwardOut {
         for table in tables.iter_mut() {
             let end = table.len() as usize + 1;
             self.pages.reserve(table, end).unwrap();
