@@ -65,9 +65,11 @@ fn context(options: &TargetOptions, config: &TargetConfig) -> Result<u32, Target
     match options.context {
         None => Ok(limit),
         Some(given) if (1..=limit).contains(&given) => Ok(given),
-        Some(given) => {
-            Err(refuse("context", format!("between 1 and the model's max_position_embeddings = {limit}"), given))
-        }
+        Some(given) => Err(refuse(
+            "context",
+            format!("between 1 and the model's max_position_embeddings = {limit}"),
+            given,
+        )),
     }
 }
 

@@ -50,10 +50,7 @@ pub(crate) struct Loaded {
 }
 
 /// Loads the model; `progress` is told the bytes read.
-pub(crate) fn load(
-    request: LoadRequest,
-    progress: &mut dyn FnMut(Progress),
-) -> Result<Loaded, TargetError> {
+pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Loaded, TargetError> {
     let LoadRequest { checkpoint, plan, epoch, gauges, drain } = request;
     let cpu = Cpu::new(CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) })?;
     let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch)?;
@@ -67,7 +64,7 @@ pub(crate) fn load(
         }
     };
     let exports = Exports::of(model.as_ref(), features.as_ref())?;
-    let cache = model.new_cache(plan.kv_tokens, PAGE_ROWS);
+    let cache = model.new_cache(plan.kv_tokens, PAGE_ROWS)?;
     let engine = Engine {
         pages: cache.allocator(),
         limits: Limits {

@@ -29,7 +29,7 @@ use crate::TargetError;
 
 pub(crate) use self::features::SLOT_ROWS;
 pub(crate) use self::gauges::Gauges;
-pub(crate) use self::load::{LoadRequest, Loaded, load};
+pub(crate) use self::load::{Exports, LoadRequest, Loaded, load};
 pub(crate) use self::mailbox::{Receiver, Sender, Stopped, mailbox};
 pub(crate) use self::streams::{Ending, Life, Replies, StreamId};
 
@@ -196,7 +196,8 @@ impl Engine {
 
     fn next(&mut self, now: Instant, stalled: bool) -> Next {
         if self.sequences.values().any(|sequence| self.is_ready(sequence)) {
-            let gather_until = *self.ready_since.get_or_insert(now) + GATHER.min(self.last_step / GATHER_PART);
+            let gather_until =
+                *self.ready_since.get_or_insert(now) + GATHER.min(self.last_step / GATHER_PART);
             let awaited = |s: &Sequence| s.work == Work::Idle && self.streams.is_flowing(s.route);
             return match now < gather_until && self.sequences.values().any(awaited) {
                 true => Next::Sleep(Some(gather_until)),
@@ -206,7 +207,8 @@ impl Engine {
         self.ready_since = None;
         let expiry = self.sequences.values().filter_map(|sequence| sequence.expires).min();
         // A full channel tells nobody when it has room again.
-        let blocked = |s: &Sequence| s.has_work() && s.holds_pages() && self.streams.boot_of(s.route).is_some();
+        let blocked =
+            |s: &Sequence| s.has_work() && s.holds_pages() && self.streams.boot_of(s.route).is_some();
         let retry = (stalled || self.sequences.values().any(blocked)).then(|| now + RETRY);
         Next::Sleep([expiry, retry].into_iter().flatten().min())
     }

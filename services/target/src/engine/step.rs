@@ -156,9 +156,7 @@ fn rows_of(sequence: &Sequence, rows: Rows) -> SeqRows<'_> {
             SeqRows { table, base_len, tokens, parents: None, logits }
         }
         // Not planned; the model refuses a piece without rows.
-        (_, Rows::Round) => {
-            SeqRows { table, base_len, tokens: &[], parents: None, logits: LogitRows::None }
-        }
+        (_, Rows::Round) => SeqRows { table, base_len, tokens: &[], parents: None, logits: LogitRows::None },
     }
 }
 

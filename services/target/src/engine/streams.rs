@@ -84,7 +84,9 @@ impl Streams {
 
     /// Whether sequences of this stream may go on: it is open and its gateway takes its replies.
     pub(crate) fn is_flowing(&self, id: StreamId) -> bool {
-        self.open.get(&id).is_some_and(|outbox| outbox.pending.is_empty() && outbox.replies.frames.capacity() > 0)
+        self.open
+            .get(&id)
+            .is_some_and(|outbox| outbox.pending.is_empty() && outbox.replies.frames.capacity() > 0)
     }
 
     /// Queues a reply; it is dropped if the stream is gone, since a repeated item is answered again.

@@ -8,8 +8,8 @@ use crate::state::State;
 
 /// Checks a Hello; returns the boot id it speaks for.
 pub(super) fn check(state: &State, hello: Option<&Hello>) -> Result<u64, Status> {
-    let hello =
-        hello.ok_or_else(|| refuse(Reason::InvalidArgument, "the first frame must carry a hello, given none"))?;
+    let hello = hello
+        .ok_or_else(|| refuse(Reason::InvalidArgument, "the first frame must carry a hello, given none"))?;
     if hello.protocol_version != PROTOCOL_VERSION {
         let given = hello.protocol_version;
         let message = format!("hello.protocol_version must be {PROTOCOL_VERSION}, given {given}");
