@@ -1,0 +1,78 @@
+//! What the engine tells about itself, readable from any thread.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use eyrie_wire::v1::LoadReport;
+use tokio::sync::watch;
+
+/// Counters and levels; each is exact by itself, together they are as of about now.
+#[derive(Debug)]
+pub(crate) struct Gauges {
+    active: watch::Sender<usize>,
+    running: AtomicU64,
+    waiting: AtomicU64,
+    kv_used: AtomicU64,
+    aux_bytes: AtomicU64,
+    streams: AtomicU64,
+    rows: AtomicU64,
+    steps: AtomicU64,
+}
+
+impl Gauges {
+    pub(crate) fn new() -> Self {
+        Self {
+            active: watch::Sender::new(0),
+            running: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
+            kv_used: AtomicU64::new(0),
+            aux_bytes: AtomicU64::new(0),
+            streams: AtomicU64::new(0),
+            rows: AtomicU64::new(0),
+            steps: AtomicU64::new(0),
+        }
+    }
+
+    /// Unfinished sequences that hold pages, and those that wait for some.
+    pub(crate) fn set_sequences(&self, running: usize, waiting: usize) {
+        self.running.store(running as u64, Relaxed);
+        self.waiting.store(waiting as u64, Relaxed);
+        let active = running + waiting;
+        self.active.send_if_modified(|held| std::mem::replace(held, active) != active);
+    }
+
+    /// Reserved KV slots, and bytes of feature rows kept.
+    pub(crate) fn set_memory(&self, kv_used: u64, aux_bytes: u64) {
+        self.kv_used.store(kv_used, Relaxed);
+        self.aux_bytes.store(aux_bytes, Relaxed);
+    }
+
+    pub(crate) fn set_streams(&self, streams: usize) {
+        self.streams.store(streams as u64, Relaxed);
+    }
+
+    /// Counts a step of `rows` rows.
+    pub(crate) fn add_step(&self, rows: usize) {
+        self.rows.fetch_add(rows as u64, Relaxed);
+        self.steps.fetch_add(1, Relaxed);
+    }
+
+    /// Sequences that have not ended, as they change.
+    pub(crate) fn active(&self) -> watch::Receiver<usize> {
+        self.active.subscribe()
+    }
+
+    /// All of it as a report that lacks the limits and the leases.
+    pub(crate) fn report(&self) -> LoadReport {
+        let clamp = |value: &AtomicU64| u32::try_from(value.load(Relaxed)).unwrap_or(u32::MAX);
+        LoadReport {
+            running: clamp(&self.running),
+            waiting: clamp(&self.waiting),
+            kv_used: self.kv_used.load(Relaxed),
+            rows: self.rows.load(Relaxed),
+            steps: self.steps.load(Relaxed),
+            streams: clamp(&self.streams),
+            aux_bytes: self.aux_bytes.load(Relaxed),
+            ..Default::default()
+        }
+    }
+}

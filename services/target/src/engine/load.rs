@@ -1,0 +1,145 @@
+//! From a checkpoint whose headers were checked to an engine that can step, on the engine's own thread.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use eyrie_checkpoint::{
+    FfnTensors, LinearSpec, MlpTensors, QueryTensors, TargetCheckpoint, layer_tensors, model_tensors,
+};
+use eyrie_kernels::{Cpu, CpuOptions, Isa};
+use eyrie_model::{Backing, CaptureSet, Progress, SharedWeights, TargetModel, load_target};
+use eyrie_region::{Epoch, Grant};
+use eyrie_service::Drain;
+use eyrie_speculation::Sampler;
+
+use super::admission::Limits;
+use super::features::Features;
+use super::streams::Streams;
+use super::{Engine, Gauges};
+use crate::TargetError;
+use crate::plan::Plan;
+
+/// Slots of a KV page.
+const PAGE_ROWS: usize = 64;
+
+/// What loading needs.
+pub(crate) struct LoadRequest {
+    pub(crate) checkpoint: Arc<TargetCheckpoint>,
+    pub(crate) plan: Plan,
+    pub(crate) epoch: Epoch,
+    pub(crate) gauges: Arc<Gauges>,
+    pub(crate) drain: Drain,
+}
+
+/// What a loaded target exports to drafts.
+pub(crate) struct Exports {
+    /// Embedding and head, with the ring's geometry if features are captured.
+    pub(crate) grant: Grant,
+    /// Descriptors of the granted region and, with features, of the ring.
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// An engine that is ready, and what others need to know of it.
+pub(crate) struct Loaded {
+    pub(crate) engine: Engine,
+    pub(crate) exports: Exports,
+    /// Weight formats with bytes, for people.
+    pub(crate) formats: String,
+}
+
+/// Loads the model; `progress` is told the bytes read.
+pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Loaded, TargetError> {
+    let LoadRequest { checkpoint, plan, epoch, gauges, drain } = request;
+    let cpu = Cpu::new(CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) })?;
+    let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch)?;
+    let mut model = load_target(&checkpoint, shared, &cpu, progress)?;
+    let features = match plan.capture.as_slice() {
+        [] => None,
+        ids => {
+            let ids: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
+            model.set_capture(&CaptureSet::new(&ids, checkpoint.config().num_hidden_layers)?)?;
+            Some(Features::create(plan.ring_slots, plan.aux_width, plan.aux_cache_bytes, epoch)?)
+        }
+    };
+    let exports = Exports::of(model.as_ref(), features.as_ref())?;
+    let cache = model.new_cache(plan.kv_tokens, PAGE_ROWS)?;
+    let engine = Engine {
+        pages: cache.allocator(),
+        limits: Limits {
+            vocab: plan.vocab,
+            context: plan.context,
+            kv_capacity: plan.kv_tokens,
+            eos_ids: checkpoint.config().eos_token_ids.clone(),
+            captures: features.is_some(),
+        },
+        model,
+        cache,
+        features,
+        sequences: BTreeMap::new(),
+        waiting: VecDeque::new(),
+        streams: Streams::default(),
+        sampler: Sampler::new(),
+        max_sequences: plan.max_sequences,
+        prefill_chunk: plan.prefill_chunk,
+        gauges,
+        drain,
+        last_step: Duration::ZERO,
+        ready_since: None,
+    };
+    Ok(Loaded { engine, exports, formats: formats(&checkpoint)? })
+}
+
+impl Exports {
+    fn of(model: &dyn TargetModel, features: Option<&Features>) -> Result<Self, TargetError> {
+        let shared = model.embed_and_head();
+        let mut grant = shared.grant().clone();
+        let mut fds = Vec::new();
+        if let Some(memfd) = shared.memfd() {
+            fds.push(memfd.fd().try_clone_to_owned()?);
+        }
+        if let Some(features) = features {
+            grant.ring = Some(features.geometry());
+            fds.push(features.fd()?);
+        }
+        Ok(Self { grant, fds })
+    }
+}
+
+/// Bytes of the weight matrices by the layout they have in memory, largest first.
+fn formats(checkpoint: &TargetCheckpoint) -> Result<String, TargetError> {
+    let config = checkpoint.config();
+    let outside = model_tensors(config);
+    let layers: Vec<_> = (0..config.num_hidden_layers).map(|layer| layer_tensors(config, layer)).collect();
+    let mut linears: Vec<&LinearSpec> = vec![&outside.embed];
+    if !config.tie_word_embeddings {
+        linears.push(&outside.head);
+    }
+    let mlp = |mlp: &MlpTensors| [&mlp.gate, &mlp.up, &mlp.down].map(Clone::clone);
+    let mut owned = Vec::new();
+    for layer in &layers {
+        let attention = &layer.attention;
+        linears.extend([&attention.kv_a, &attention.kv_b, &attention.o]);
+        match &attention.query {
+            QueryTensors::Full(q) => linears.push(q),
+            QueryTensors::LowRank { a, b, .. } => linears.extend([a, b]),
+        }
+        match &layer.ffn {
+            FfnTensors::Dense(dense) => owned.extend(mlp(dense)),
+            FfnTensors::Moe(moe) => {
+                linears.push(&moe.router);
+                owned.extend(moe.experts.iter().chain(&moe.shared).flat_map(mlp));
+            }
+        }
+    }
+    let mut bytes: BTreeMap<String, usize> = BTreeMap::new();
+    for linear in linears.into_iter().chain(&owned) {
+        let view = checkpoint.linear(&linear.name)?;
+        *bytes.entry(view.layout.to_string()).or_default() += view.bytes().len() + view.scale_bytes().len();
+    }
+    let mut bytes: Vec<_> = bytes.into_iter().collect();
+    bytes.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));
+    let line = |(layout, bytes): (String, usize)| format!("{layout} {:.1} MB", bytes as f64 / 1e6);
+    Ok(bytes.into_iter().map(line).collect::<Vec<_>>().join(", "))
+}

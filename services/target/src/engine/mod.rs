@@ -1,0 +1,225 @@
+//! The engine: one thread that owns the model, the KV cache and every sequence, and runs step after step.
+
+mod admission;
+mod features;
+mod gauges;
+mod items;
+mod load;
+mod mailbox;
+mod scheduler;
+mod sequence;
+mod step;
+mod streams;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use eyrie_model::{LatentCache, PageAllocator, TargetModel};
+use eyrie_service::Drain;
+use eyrie_speculation::Sampler;
+use eyrie_wire::v1::TargetItem;
+
+use self::admission::Limits;
+use self::features::Features;
+use self::sequence::{Key, Sequence, Work};
+use self::streams::Streams;
+use crate::TargetError;
+
+pub(crate) use self::features::SLOT_ROWS;
+pub(crate) use self::gauges::Gauges;
+pub(crate) use self::load::{Exports, LoadRequest, Loaded, load};
+pub(crate) use self::mailbox::{Receiver, Sender, Stopped, mailbox};
+pub(crate) use self::streams::{Ending, Life, Replies, StreamId};
+
+/// How long sequences outlive the Rounds stream of their gateway.
+const STREAM_GRACE: Duration = Duration::from_secs(5);
+/// How long sequences outlive the last unary Round that spoke of them: a person types the next one.
+const UNARY_GRACE: Duration = Duration::from_secs(60);
+/// How long a step may wait for sequences that have no item yet, and as a part of the last step.
+const GATHER: Duration = Duration::from_micros(200);
+const GATHER_PART: u32 = 20;
+/// How often a stream that was too full is tried again.
+const RETRY: Duration = Duration::from_millis(2);
+
+/// What the engine is told.
+pub(crate) enum Command {
+    /// A stream began.
+    Attach { stream: StreamId, boot: u64, life: Life, replies: Replies },
+    /// A frame's items.
+    Items { stream: StreamId, items: Vec<TargetItem> },
+    /// A stream ended.
+    Detach(StreamId),
+    /// Look at the drain state.
+    Wake,
+    /// End the thread.
+    Stop,
+}
+
+/// Everything a step touches. Invariant: a sequence is in `waiting` exactly while it holds no pages.
+pub(crate) struct Engine {
+    model: Box<dyn TargetModel>,
+    cache: LatentCache,
+    pages: PageAllocator,
+    features: Option<Features>,
+    sequences: BTreeMap<Key, Sequence>,
+    waiting: VecDeque<Key>,
+    streams: Streams,
+    sampler: Sampler,
+    limits: Limits,
+    max_sequences: usize,
+    prefill_chunk: usize,
+    gauges: Arc<Gauges>,
+    drain: Drain,
+    last_step: Duration,
+    /// When the next step could first have begun.
+    ready_since: Option<Instant>,
+}
+
+/// What the loop does next.
+enum Next {
+    Step,
+    Sleep(Option<Instant>),
+}
+
+impl Engine {
+    /// Steps until told to stop. Errors are faults of the machine or of ours; no item of a stream causes one.
+    pub(crate) fn run(&mut self, mailbox: &Receiver<Command>) -> Result<(), TargetError> {
+        let mut inbox = VecDeque::new();
+        loop {
+            mailbox.drain_into(&mut inbox);
+            while let Some(command) = inbox.pop_front() {
+                if self.obey(command).is_break() {
+                    self.streams.flush();
+                    return Ok(());
+                }
+            }
+            let now = Instant::now();
+            self.expire(now);
+            self.admit();
+            let stalled = self.streams.flush();
+            self.report();
+            match self.next(now, stalled) {
+                Next::Step => {
+                    self.ready_since = None;
+                    self.step()?;
+                    self.streams.flush();
+                }
+                Next::Sleep(deadline) => {
+                    mailbox.wait(deadline);
+                }
+            }
+        }
+    }
+
+    fn obey(&mut self, command: Command) -> ControlFlow<()> {
+        match command {
+            Command::Attach { stream, boot, life, replies } => self.attach(stream, boot, life, replies),
+            Command::Items { stream, items } => self.take_items(stream, items),
+            Command::Detach(stream) => self.detach(stream),
+            Command::Wake => {}
+            Command::Stop => return ControlFlow::Break(()),
+        }
+        ControlFlow::Continue(())
+    }
+
+    fn attach(&mut self, stream: StreamId, boot: u64, life: Life, replies: Replies) {
+        self.streams.attach(stream, boot, life, replies);
+        if life == Life::Lasting {
+            for (_, sequence) in self.sequences.range_mut(Key::all_of(boot)) {
+                if !self.streams.is_unary(sequence.route) {
+                    sequence.route = stream;
+                    sequence.expires = None;
+                }
+            }
+        }
+    }
+
+    fn detach(&mut self, stream: StreamId) {
+        let boot = self.streams.boot_of(stream);
+        let (Some(boot), Some(life)) = (boot, self.streams.detach(stream)) else { return };
+        let grace = if life == Life::Lasting { STREAM_GRACE } else { UNARY_GRACE };
+        let successor = self.streams.lasting_of(boot);
+        let sequences = self.sequences.range_mut(Key::all_of(boot)).map(|(_, sequence)| sequence);
+        for sequence in sequences.filter(|sequence| sequence.route == stream) {
+            match successor {
+                Some(successor) => sequence.route = successor,
+                None => sequence.expires = Some(Instant::now() + grace),
+            }
+        }
+    }
+
+    /// Frees sequences whose gateway did not come back.
+    fn expire(&mut self, now: Instant) {
+        let expired = |sequence: &Sequence| sequence.expires.is_some_and(|at| at <= now);
+        let keys: Vec<Key> = self.sequences.iter().filter(|(_, s)| expired(s)).map(|(&key, _)| key).collect();
+        if !keys.is_empty() {
+            tracing::info!(sequences = keys.len(), "freed sequences whose stream did not come back");
+        }
+        for key in keys {
+            self.close(key);
+        }
+    }
+
+    /// Gives pages to waiting sequences, first come first served. The whole need is reserved, so none fails later.
+    fn admit(&mut self) {
+        while let Some(&key) = self.waiting.front() {
+            if self.sequences.len() - self.waiting.len() >= self.max_sequences {
+                return;
+            }
+            if let Some(sequence) = self.sequences.get_mut(&key)
+                && self.pages.reserve(&mut sequence.table, sequence.need).is_err()
+            {
+                return;
+            }
+            self.waiting.pop_front();
+        }
+    }
+
+    /// Frees a sequence, whatever it is doing.
+    fn close(&mut self, key: Key) {
+        let Some(sequence) = self.sequences.remove(&key) else { return };
+        if !sequence.holds_pages() {
+            self.waiting.retain(|&waiting| waiting != key);
+        }
+        self.pages.free(sequence.table);
+        if let Some(features) = &mut self.features {
+            features.forget(key);
+        }
+    }
+
+    /// Whether a step would compute rows of this sequence.
+    fn is_ready(&self, sequence: &Sequence) -> bool {
+        sequence.has_work() && sequence.holds_pages() && self.streams.is_flowing(sequence.route)
+    }
+
+    fn next(&mut self, now: Instant, stalled: bool) -> Next {
+        if self.sequences.values().any(|sequence| self.is_ready(sequence)) {
+            let gather_until =
+                *self.ready_since.get_or_insert(now) + GATHER.min(self.last_step / GATHER_PART);
+            let awaited = |s: &Sequence| s.work == Work::Idle && self.streams.is_flowing(s.route);
+            return match now < gather_until && self.sequences.values().any(awaited) {
+                true => Next::Sleep(Some(gather_until)),
+                false => Next::Step,
+            };
+        }
+        self.ready_since = None;
+        let expiry = self.sequences.values().filter_map(|sequence| sequence.expires).min();
+        // A full channel tells nobody when it has room again.
+        let blocked =
+            |s: &Sequence| s.has_work() && s.holds_pages() && self.streams.boot_of(s.route).is_some();
+        let retry = (stalled || self.sequences.values().any(blocked)).then(|| now + RETRY);
+        Next::Sleep([expiry, retry].into_iter().flatten().min())
+    }
+
+    fn report(&self) {
+        let waiting = self.waiting.len();
+        let active = self.sequences.values().filter(|sequence| !sequence.is_finished()).count();
+        let used = (self.pages.pages() - self.pages.free_pages()) * self.pages.page_rows();
+        let aux = self.features.as_ref().map_or(0, Features::kept_bytes);
+        self.gauges.set_sequences(active - waiting, waiting);
+        self.gauges.set_memory(used as u64, aux);
+        self.gauges.set_streams(self.streams.len());
+    }
+}

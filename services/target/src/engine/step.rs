@@ -1,0 +1,186 @@
+//! One step: a forward over the planned rows, then sampling, verification and replies, sequence by sequence.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use candle_core::Tensor;
+use eyrie_model::{ForwardOut, Keep, LogitRows, SeqRows};
+use eyrie_speculation::{SampleError, Sampler, SamplingParams, Verdict, verify};
+use eyrie_wire::v1::{self, target_out::Body};
+use eyrie_wire::{Reason, item_error};
+
+use super::Engine;
+use super::scheduler::{self, Piece, Rows};
+use super::sequence::{Key, Sequence, Work};
+use crate::TargetError;
+
+/// Why a token could not be drawn.
+enum DrawError {
+    /// The row is unusable: that sequence's problem.
+    Sample(SampleError),
+    /// The logits could not be read: everybody's problem.
+    Tensor(candle_core::Error),
+}
+
+impl Engine {
+    /// Computes one step of every sequence that is ready.
+    pub(super) fn step(&mut self) -> Result<(), TargetError> {
+        let may_run = |sequence: &Sequence| self.streams.is_flowing(sequence.route);
+        let pieces = scheduler::plan(&self.sequences, self.prefill_chunk, may_run);
+        let batch: Vec<SeqRows<'_>> =
+            pieces.iter().map(|piece| rows_of(&self.sequences[&piece.key], piece.rows)).collect();
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let out = self.model.forward(&batch, &mut self.cache)?;
+        drop(batch);
+        let aux = match (&out.aux, &self.features) {
+            (Some(aux), Some(_)) if pieces.iter().any(|piece| self.sequences[&piece.key].features) => {
+                aux.to_vec()?
+            }
+            _ => Vec::new(),
+        };
+        for (index, piece) in pieces.iter().enumerate() {
+            match piece.rows {
+                Rows::Prompt { tokens, last } => {
+                    self.commit_prompt(piece.key, tokens, last, &out, index, &aux)?;
+                }
+                Rows::Round => self.commit_round(*piece, &out, index, &aux)?,
+            }
+        }
+        self.gauges.add_step(out.rows.last().map_or(0, |rows| rows.end));
+        self.last_step = began.elapsed();
+        Ok(())
+    }
+
+    fn commit_prompt(
+        &mut self,
+        key: Key,
+        tokens: usize,
+        last: bool,
+        out: &ForwardOut,
+        index: usize,
+        aux: &[f32],
+    ) -> Result<(), TargetError> {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
+        let first = sequence.kv_len;
+        let kv_len = first + tokens as u32;
+        self.model.rollback(&mut self.cache, &mut sequence.table, Keep::Len(kv_len))?;
+        sequence.kv_len = kv_len;
+        let route = sequence.route;
+        if let (true, Some(features)) = (sequence.features, &mut self.features) {
+            let width = features.width();
+            let rows = &out.rows[index];
+            let refs = features.publish(key, first, &aux[rows.start * width..rows.end * width])?;
+            let body = Body::Features(v1::Features { refs, first_held: 0, fetched: false });
+            self.streams.reply(route, key.seq, body);
+        }
+        if last {
+            let row = out.logit_rows[index].start;
+            match draw(&mut self.sampler, &out.logits, row, &sequence.sampling, kv_len) {
+                Ok(token) => {
+                    let reply = sequence.first_token(token);
+                    self.streams.reply(route, key.seq, Body::Committed(reply));
+                }
+                Err(error) => self.give_up(key, error)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn commit_round(
+        &mut self,
+        piece: Piece,
+        out: &ForwardOut,
+        index: usize,
+        aux: &[f32],
+    ) -> Result<(), TargetError> {
+        let key = piece.key;
+        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
+        let Work::Round { proposal, .. } = &sequence.work else { return Ok(()) };
+        let (base_len, first_row) = (sequence.kv_len, out.logit_rows[index].start);
+        let choose = |node: usize, position| {
+            draw(&mut self.sampler, &out.logits, first_row + node, &sequence.sampling, position)
+        };
+        let verdict: Verdict = match verify(proposal, base_len, choose) {
+            Ok(verdict) => verdict,
+            Err(error) => return self.give_up(key, error),
+        };
+        let kept = sequence.kept(&verdict);
+        let nodes: Vec<usize> = std::iter::once(0).chain(verdict.path.iter().copied()).take(kept).collect();
+        let keep = match proposal.is_chain() {
+            true => Keep::Len(base_len + kept as u32),
+            false => Keep::Path { base_len, nodes: &nodes },
+        };
+        self.model.rollback(&mut self.cache, &mut sequence.table, keep)?;
+        let refs = match (sequence.features, &mut self.features) {
+            (true, Some(features)) => {
+                let rows = gather(aux, features.width(), &out.rows[index], &nodes);
+                features.publish(key, base_len, &rows)?
+            }
+            _ => Vec::new(),
+        };
+        let (reply, route) = (sequence.commit(&verdict, refs), sequence.route);
+        self.streams.reply(route, key.seq, Body::Committed(reply));
+        Ok(())
+    }
+
+    /// Answers a sequence whose token could not be drawn; the other sequences go on.
+    fn give_up(&mut self, key: Key, error: DrawError) -> Result<(), TargetError> {
+        let error = match error {
+            DrawError::Sample(error) => error,
+            DrawError::Tensor(error) => return Err(error.into()),
+        };
+        if let Some(sequence) = self.sequences.get_mut(&key) {
+            sequence.abandon();
+            let body = Body::Error(item_error(Reason::Internal, format!("sampling: {error}")));
+            self.streams.reply(sequence.route, key.seq, body);
+        }
+        Ok(())
+    }
+}
+
+/// The model's view of one piece.
+fn rows_of(sequence: &Sequence, rows: Rows) -> SeqRows<'_> {
+    let (table, base_len) = (&sequence.table, sequence.kv_len);
+    match (&sequence.work, rows) {
+        (Work::Round { proposal, rows, .. }, Rows::Round) => {
+            let parents = (!proposal.is_chain()).then(|| proposal.parents());
+            SeqRows { table, base_len, tokens: rows, parents, logits: LogitRows::All }
+        }
+        (_, Rows::Prompt { tokens, last }) => {
+            let from = base_len as usize;
+            let tokens = &sequence.tokens[from..from + tokens];
+            let logits = if last { LogitRows::Last } else { LogitRows::None };
+            SeqRows { table, base_len, tokens, parents: None, logits }
+        }
+        // Not planned; the model refuses a piece without rows.
+        (_, Rows::Round) => SeqRows { table, base_len, tokens: &[], parents: None, logits: LogitRows::None },
+    }
+}
+
+/// Draws the token for absolute `position` from row `row` of `logits`.
+fn draw(
+    sampler: &mut Sampler,
+    logits: &Option<Tensor>,
+    row: usize,
+    params: &SamplingParams,
+    position: u32,
+) -> Result<u32, DrawError> {
+    let read = |logits: &Tensor| logits.narrow(0, row, 1)?.flatten_all()?.to_vec1::<f32>();
+    let values = match logits {
+        Some(logits) => read(logits).map_err(DrawError::Tensor)?,
+        None => Vec::new(),
+    };
+    sampler.sample(&values, params, position).map_err(DrawError::Sample)
+}
+
+/// The rows of tree `nodes` out of a batch whose sequence has `rows`.
+fn gather(aux: &[f32], width: usize, rows: &Range<usize>, nodes: &[usize]) -> Vec<f32> {
+    let row = |node: &usize| {
+        let at = (rows.start + node) * width;
+        &aux[at..at + width]
+    };
+    nodes.iter().flat_map(row).copied().collect()
+}

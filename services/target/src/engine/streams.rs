@@ -1,0 +1,174 @@
+//! The open streams of gateways, as the engine sees them: where replies go.
+
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+
+use eyrie_wire::v1::{TargetOut, TargetReply, target_out::Body};
+use tokio::sync::mpsc;
+use tonic::{Code, Status};
+
+/// Number of a stream within this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct StreamId(pub(crate) u64);
+
+/// How a stream ends: nothing while it runs. Beside the channel, because a full one would not take it.
+pub(crate) type Ending = Arc<OnceLock<Result<(), Status>>>;
+
+/// Where a stream's replies are put; bounded, so a slow gateway stalls its own sequences and nothing else.
+#[derive(Debug)]
+pub(crate) struct Replies {
+    pub(crate) frames: mpsc::Sender<TargetReply>,
+    pub(crate) ending: Ending,
+}
+
+/// How long a stream lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// A Rounds stream: there is one per gateway boot, and it takes over all of that boot's sequences.
+    Lasting,
+    /// One unary Round: it is answered for the sequences it speaks of.
+    Unary,
+}
+
+#[derive(Debug)]
+struct Outbox {
+    boot: u64,
+    life: Life,
+    replies: Replies,
+    pending: Vec<TargetOut>,
+}
+
+/// All open streams.
+#[derive(Debug, Default)]
+pub(crate) struct Streams {
+    open: HashMap<StreamId, Outbox>,
+    /// The Rounds stream of each boot.
+    lasting: HashMap<u64, StreamId>,
+}
+
+impl Streams {
+    /// Enters a stream. A Rounds stream ends the earlier one of its boot, which is a dead connection's.
+    pub(crate) fn attach(&mut self, id: StreamId, boot: u64, life: Life, replies: Replies) {
+        self.open.insert(id, Outbox { boot, life, replies, pending: Vec::new() });
+        if life == Life::Lasting
+            && let Some(old) = self.lasting.insert(boot, id).and_then(|old| self.open.remove(&old))
+        {
+            let status = Status::new(Code::Aborted, "a newer stream of the same boot id took over");
+            let _ = old.replies.ending.set(Err(status));
+        }
+    }
+
+    /// Strikes a stream; returns how it lived, if it was there.
+    pub(crate) fn detach(&mut self, id: StreamId) -> Option<Life> {
+        let outbox = self.open.remove(&id)?;
+        if self.lasting.get(&outbox.boot) == Some(&id) {
+            self.lasting.remove(&outbox.boot);
+        }
+        Some(outbox.life)
+    }
+
+    /// The boot that a stream speaks for.
+    pub(crate) fn boot_of(&self, id: StreamId) -> Option<u64> {
+        self.open.get(&id).map(|outbox| outbox.boot)
+    }
+
+    /// Whether a unary Round waits on this stream.
+    pub(crate) fn is_unary(&self, id: StreamId) -> bool {
+        self.open.get(&id).is_some_and(|outbox| outbox.life == Life::Unary)
+    }
+
+    /// The Rounds stream of `boot`.
+    pub(crate) fn lasting_of(&self, boot: u64) -> Option<StreamId> {
+        self.lasting.get(&boot).copied()
+    }
+
+    /// Whether sequences of this stream may go on: it is open and its gateway takes its replies.
+    pub(crate) fn is_flowing(&self, id: StreamId) -> bool {
+        self.open
+            .get(&id)
+            .is_some_and(|outbox| outbox.pending.is_empty() && outbox.replies.frames.capacity() > 0)
+    }
+
+    /// Queues a reply; it is dropped if the stream is gone, since a repeated item is answered again.
+    pub(crate) fn reply(&mut self, id: StreamId, seq: u64, body: Body) {
+        if let Some(outbox) = self.open.get_mut(&id) {
+            outbox.pending.push(TargetOut { seq, body: Some(body) });
+        }
+    }
+
+    /// Sends what is queued, one frame a stream; true if some stream is too full to take its frame.
+    pub(crate) fn flush(&mut self) -> bool {
+        let mut stalled = false;
+        for outbox in self.open.values_mut().filter(|outbox| !outbox.pending.is_empty()) {
+            match outbox.replies.frames.try_reserve() {
+                Ok(room) => {
+                    let outs = std::mem::take(&mut outbox.pending);
+                    room.send(TargetReply { hello: None, outs });
+                }
+                Err(mpsc::error::TrySendError::Full(())) => stalled = true,
+                Err(mpsc::error::TrySendError::Closed(())) => outbox.pending.clear(),
+            }
+        }
+        stalled
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.open.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use eyrie_wire::v1::Closed;
+
+    use super::*;
+
+    fn closed() -> Body {
+        Body::Closed(Closed {})
+    }
+
+    fn replies() -> (Replies, mpsc::Receiver<TargetReply>) {
+        let (frames, receiver) = mpsc::channel(1);
+        (Replies { frames, ending: Ending::default() }, receiver)
+    }
+
+    #[test]
+    fn replies_of_one_flush_share_a_frame_and_a_full_stream_keeps_them() {
+        let mut streams = Streams::default();
+        let (sender, mut receiver) = replies();
+        streams.attach(StreamId(1), 7, Life::Lasting, sender);
+        streams.reply(StreamId(1), 1, closed());
+        streams.reply(StreamId(1), 2, closed());
+        streams.reply(StreamId(9), 2, closed());
+        assert!(!streams.flush());
+        assert!(!streams.is_flowing(StreamId(1)), "the channel is full");
+        streams.reply(StreamId(1), 3, closed());
+        assert!(streams.flush(), "it stays full");
+        assert_eq!(receiver.try_recv().unwrap().outs.len(), 2);
+        assert!(!streams.flush());
+        assert_eq!(receiver.try_recv().unwrap().outs[0].seq, 3);
+        assert!(streams.is_flowing(StreamId(1)));
+    }
+
+    #[test]
+    fn a_new_rounds_stream_replaces_the_old_one_of_its_boot_only() {
+        let mut streams = Streams::default();
+        let mut attach = |id, boot, life| {
+            let (sender, _) = replies();
+            let ending = sender.ending.clone();
+            streams.attach(StreamId(id), boot, life, sender);
+            ending
+        };
+        let first = attach(1, 7, Life::Lasting);
+        let other = attach(2, 8, Life::Lasting);
+        attach(3, 7, Life::Unary);
+        assert!(first.get().is_none());
+        attach(4, 7, Life::Lasting);
+        assert!(first.get().is_some_and(Result::is_err) && other.get().is_none());
+        assert_eq!(streams.lasting_of(7), Some(StreamId(4)));
+        assert_eq!(streams.detach(StreamId(1)), None, "replaced before");
+        assert_eq!(streams.lasting_of(7), Some(StreamId(4)));
+        assert_eq!(streams.detach(StreamId(4)), Some(Life::Lasting));
+        assert_eq!((streams.lasting_of(7), streams.boot_of(StreamId(3))), (None, Some(7)));
+    }
+}

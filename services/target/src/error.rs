@@ -1,0 +1,57 @@
+use std::path::PathBuf;
+
+use eyrie_checkpoint::CheckpointError;
+use eyrie_model::ModelError;
+use eyrie_region::{DoorError, RingError};
+use eyrie_service::ServeError;
+
+/// Why the target could not start or had to end; one line that names what, limit and given value.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TargetError {
+    /// The checkpoint is refused.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The model could not be loaded or run.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A kernel could not be set up.
+    #[error(transparent)]
+    Kernel(#[from] eyrie_kernels::KernelError),
+    /// A rows tensor could not be read.
+    #[error("reading logits: {0}")]
+    Tensor(#[from] candle_core::Error),
+    /// The feature ring could not be made or written.
+    #[error(transparent)]
+    Ring(#[from] RingError),
+    /// The door that hands out descriptors could not be opened.
+    #[error("door for shared memory: {0}")]
+    Door(#[from] DoorError),
+    /// The socket could not be bound, or the system refused something small.
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
+    /// The transport failed.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// An option is out of its range.
+    #[error("option {option} must be {limit}, given {given}")]
+    Option {
+        /// The option's name on the command line.
+        option: &'static str,
+        /// What it may be.
+        limit: String,
+        /// What it was.
+        given: String,
+    },
+    /// A file of the model folder could not be read.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// A fault of ours on the engine's thread.
+    #[error("the engine stopped: {0}")]
+    Engine(String),
+}

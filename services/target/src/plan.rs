@@ -1,0 +1,161 @@
+//! The options resolved against the checkpoint's config: every size the engine will use.
+
+use std::num::NonZeroUsize;
+
+use eyrie_checkpoint::TargetConfig;
+use eyrie_kernels::Isa;
+use eyrie_region::RingGeometry;
+
+use crate::engine::SLOT_ROWS;
+use crate::options::{TargetOptions, refuse};
+use crate::{TargetError, options};
+
+/// Prompt chunks that the ring holds at least.
+const RING_CHUNKS: usize = 2;
+/// Rounds of every sequence that a ring of default size holds.
+const RING_ROUNDS: usize = 4;
+
+/// Resolved sizes.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Plan {
+    pub(crate) threads: usize,
+    pub(crate) isa: Option<Isa>,
+    pub(crate) vocab: u32,
+    pub(crate) context: u32,
+    pub(crate) kv_tokens: usize,
+    pub(crate) max_sequences: usize,
+    pub(crate) prefill_chunk: usize,
+    /// Canonical ids, strictly increasing; empty = no features.
+    pub(crate) capture: Vec<u32>,
+    /// Values of a feature row: the captured streams side by side.
+    pub(crate) aux_width: u32,
+    pub(crate) ring_slots: u32,
+    pub(crate) aux_cache_bytes: u64,
+}
+
+impl Plan {
+    /// Resolves `options` for a model of `config`.
+    pub(crate) fn new(options: &TargetOptions, config: &TargetConfig) -> Result<Self, TargetError> {
+        options.check()?;
+        let capture = match &options.capture {
+            Some(ids) => checked_capture(ids, config.num_hidden_layers)?,
+            None => default_capture(config.num_hidden_layers),
+        };
+        let aux_width = (capture.len() * config.hidden_size) as u32;
+        Ok(Self {
+            threads: options
+                .threads
+                .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, NonZeroUsize::get)),
+            isa: options.isa,
+            vocab: config.vocab_size as u32,
+            context: context(options, config)?,
+            kv_tokens: options.kv_tokens,
+            max_sequences: options.max_sequences,
+            prefill_chunk: options.prefill_chunk,
+            ring_slots: if capture.is_empty() { 0 } else { ring_slots(options, aux_width)? },
+            capture,
+            aux_width,
+            aux_cache_bytes: options.aux_cache_bytes,
+        })
+    }
+}
+
+fn context(options: &TargetOptions, config: &TargetConfig) -> Result<u32, TargetError> {
+    let limit = config.max_position_embeddings as u32;
+    match options.context {
+        None => Ok(limit),
+        Some(given) if (1..=limit).contains(&given) => Ok(given),
+        Some(given) => Err(refuse(
+            "context",
+            format!("between 1 and the model's max_position_embeddings = {limit}"),
+            given,
+        )),
+    }
+}
+
+/// Early, middle and late, as EAGLE-3 heads are trained; a model too shallow for three distinct ids captures none.
+fn default_capture(layers: usize) -> Vec<u32> {
+    let ids = [2, layers / 2, layers.saturating_sub(3)];
+    match ids.is_sorted_by(|a, b| a < b) {
+        true => ids.iter().map(|&id| id as u32).collect(),
+        false => {
+            tracing::warn!(layers, "too few layers for the default capture set: drafts get no features");
+            Vec::new()
+        }
+    }
+}
+
+fn checked_capture(ids: &[u32], layers: usize) -> Result<Vec<u32>, TargetError> {
+    match ids.is_sorted_by(|a, b| a < b) && ids.iter().all(|&id| id as usize <= layers) {
+        true => Ok(ids.to_vec()),
+        false => {
+            let limit = format!("strictly increasing ids of at most {layers}, the number of layers");
+            Err(options::refuse("capture", limit, format!("{ids:?}")))
+        }
+    }
+}
+
+fn ring_slots(options: &TargetOptions, row_width: u32) -> Result<u32, TargetError> {
+    let least = (RING_CHUNKS * options.prefill_chunk).div_ceil(SLOT_ROWS as usize);
+    let bytes = |slots: u32| RingGeometry { slots, slot_rows: SLOT_ROWS, row_width }.byte_len();
+    let Some(limit) = options.ring_bytes else {
+        return Ok(least.max(RING_ROUNDS * options.max_sequences) as u32);
+    };
+    let one = bytes(2)? - bytes(1)?;
+    let slots = u32::try_from(limit / one).unwrap_or(u32::MAX);
+    if (slots as usize) < least {
+        let limit_text = format!("at least {} for two prompt chunks", bytes(least as u32)?);
+        return Err(refuse("ring-bytes", limit_text, limit));
+    }
+    Ok(slots)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use eyrie_wire::Address;
+
+    use super::*;
+
+    fn config() -> TargetConfig {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/demo/mini");
+        TargetConfig::from_dir(&dir).unwrap()
+    }
+
+    fn options() -> TargetOptions {
+        TargetOptions::new("m", Address::Tcp("127.0.0.1:0".to_owned()))
+    }
+
+    #[test]
+    fn defaults_follow_the_model() {
+        let plan = Plan::new(&options(), &config()).unwrap();
+        assert_eq!((plan.capture.as_slice(), plan.aux_width), (&[2, 4, 5][..], 3 * 384));
+        assert_eq!((plan.vocab, plan.context, plan.ring_slots), (4096, 4096, 256));
+        assert_eq!(default_capture(61), [2, 30, 58]);
+        assert_eq!(default_capture(4), [0; 0]);
+    }
+
+    #[test]
+    fn refusals_name_option_limit_and_value() {
+        for (options, parts) in [
+            (TargetOptions { context: Some(4097), ..options() }, ["context", "4096, given 4097"]),
+            (TargetOptions { capture: Some(vec![2, 9]), ..options() }, ["capture", "given [2, 9]"]),
+            (TargetOptions { capture: Some(vec![4, 2]), ..options() }, ["capture", "strictly increasing"]),
+            (TargetOptions { ring_bytes: Some(4096), ..options() }, ["ring-bytes", "given 4096"]),
+        ] {
+            let line = Plan::new(&options, &config()).unwrap_err().to_string();
+            assert!(parts.iter().all(|part| line.contains(part)), "{line}");
+        }
+        let none = TargetOptions { capture: Some(vec![]), ring_bytes: Some(1), ..options() };
+        assert_eq!(Plan::new(&none, &config()).unwrap().ring_slots, 0);
+    }
+
+    #[test]
+    fn a_ring_fits_its_bytes() {
+        let plan = Plan::new(&TargetOptions { ring_bytes: Some(8 << 20), ..options() }, &config()).unwrap();
+        let geometry = RingGeometry { slots: plan.ring_slots, slot_rows: SLOT_ROWS, row_width: 1152 };
+        let bytes = geometry.byte_len().unwrap();
+        assert!(bytes <= (8 << 20) + 64 && bytes > (8 << 20) - (64 << 10), "{bytes}");
+    }
+}

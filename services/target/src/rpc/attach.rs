@@ -1,0 +1,108 @@
+//! Leases on the shared memory: one for each open Attach stream.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use eyrie_region::{LeaseId, Token};
+use eyrie_wire::v1::{LeaseFrame, LeaseGrant};
+use eyrie_wire::{PROTOCOL_VERSION, Reason, grant_to_wire, refuse, ring_to_wire};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+use super::Service;
+use crate::state::State;
+
+/// Longest holder name kept, in bytes.
+const MAX_HOLDER: usize = 128;
+
+/// A lease that ends, with its offer at the door, when dropped.
+struct Held {
+    state: Arc<State>,
+    id: LeaseId,
+    token: Token,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(exported) = self.state.exported() {
+            exported.door.revoke(&self.token);
+        }
+        self.state.leases.drop_lease(self.id);
+    }
+}
+
+impl Service {
+    /// Grants a lease and holds it until the importer ends its half of the stream. At a stop this half ends first,
+    /// which asks the importer to unmap.
+    pub(super) fn lease(self, mut frames: Streaming<LeaseFrame>) -> super::Replies<LeaseGrant> {
+        let (grants, receiver) = mpsc::channel(1);
+        let drain = self.drain.clone();
+        drain.spawn(async move {
+            let held = match self.grant(&mut frames).await {
+                Ok((grant, held)) => {
+                    let _ = grants.send(Ok(grant)).await;
+                    held
+                }
+                Err(status) => {
+                    let _ = grants.send(Err(status)).await;
+                    return;
+                }
+            };
+            let ended = async { while let Ok(Some(_)) = frames.message().await {} };
+            tokio::pin!(ended);
+            tokio::select! {
+                () = &mut ended => {}
+                () = grants.closed() => {}
+                () = self.drain.stopped() => {
+                    drop(grants);
+                    ended.await;
+                }
+            }
+            tracing::info!(lease = held.id.get(), "lease ended");
+        });
+        Box::pin(ReceiverStream::new(receiver))
+    }
+
+    async fn grant(&self, frames: &mut Streaming<LeaseFrame>) -> Result<(LeaseGrant, Held), Status> {
+        let first = frames.message().await?;
+        let first = first.ok_or_else(|| refuse(Reason::InvalidArgument, "a lease frame must come first"))?;
+        if first.protocol_version != PROTOCOL_VERSION {
+            let given = first.protocol_version;
+            let message = format!("protocol_version must be {PROTOCOL_VERSION}, given {given}");
+            return Err(refuse(Reason::ProtocolVersion, message));
+        }
+        if first.holder.is_empty() || first.holder.len() > MAX_HOLDER {
+            let given = first.holder.len();
+            let message = format!("holder must be 1 to {MAX_HOLDER} bytes, given {given}");
+            return Err(refuse(Reason::InvalidArgument, message));
+        }
+        let Some(exported) = self.state.exported() else {
+            return Err(refuse(Reason::Loading, "the model is still loading"));
+        };
+        let internal = |e: &dyn std::fmt::Display| refuse(Reason::Internal, format!("granting a lease: {e}"));
+        let token = Token::random().map_err(|e| internal(&e))?;
+        let fds: Result<Vec<OwnedFd>, _> =
+            exported.exports.fds.iter().map(|fd| fd.as_fd().try_clone_to_owned()).collect();
+        exported.door.offer(token, fds.map_err(|e| internal(&e))?).map_err(|e| internal(&e))?;
+        tracing::info!(holder = first.holder, pid = first.pid, "lease granted");
+        let id = self.state.leases.grant(first.holder, first.pid);
+        let held = Held { state: Arc::clone(&self.state), id, token };
+        let grant = &exported.exports.grant;
+        let reply = LeaseGrant {
+            lease_id: id.get(),
+            epoch: self.state.epoch.get(),
+            fingerprint: self.state.fingerprint.clone(),
+            door: exported.door.path().to_string_lossy().into_owned(),
+            token: token.as_bytes().to_vec().into(),
+            weights: Some(grant_to_wire(grant)),
+            ring: grant.ring.map(|ring| ring_to_wire(&ring)),
+            aux_layers: self.state.plan.capture.clone(),
+            hidden_size: self.state.hidden_size(),
+            vocab_size: self.state.plan.vocab,
+            context_length: self.state.plan.context,
+            layers: self.state.layers(),
+        };
+        Ok((reply, held))
+    }
+}

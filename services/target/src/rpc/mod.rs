@@ -1,0 +1,146 @@
+//! The gRPC service: checks who speaks, turns frames into commands for the engine, and carries its replies.
+
+mod attach;
+mod hello;
+mod rounds;
+mod unary;
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use bytes::Bytes;
+use eyrie_service::Drain;
+use eyrie_wire::v1::target_server::{Target, TargetServer};
+use eyrie_wire::v1::{
+    DescribeRequest, DrainReply, DrainRequest, FileChunk, LeaseFrame, LeaseGrant, LoadReport, LoadRequest,
+    ModelCard, ReadFileRequest, TargetFrame, TargetReply,
+};
+use eyrie_wire::{MAX_MESSAGE, Reason, refuse};
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::engine::{Command, Sender, Stopped, StreamId};
+use crate::state::State;
+
+/// Bytes of one FileChunk.
+const FILE_CHUNK: usize = 1 << 20;
+
+type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// The handlers' shared part.
+#[derive(Clone)]
+pub(crate) struct Service {
+    state: Arc<State>,
+    engine: Sender<Command>,
+    drain: Drain,
+    /// Milliseconds that the last Drain call granted.
+    grace_ms: Arc<AtomicU32>,
+    streams: Arc<AtomicU64>,
+}
+
+impl Service {
+    pub(crate) fn new(state: Arc<State>, engine: Sender<Command>, drain: Drain, grace: Duration) -> Self {
+        let grace_ms = u32::try_from(grace.as_millis()).unwrap_or(u32::MAX);
+        Self { state, engine, drain, grace_ms: Arc::new(AtomicU32::new(grace_ms)), streams: Arc::default() }
+    }
+
+    /// As a tonic service with the project's message limits.
+    pub(crate) fn into_server(self) -> TargetServer<Self> {
+        TargetServer::new(self).max_decoding_message_size(MAX_MESSAGE).max_encoding_message_size(MAX_MESSAGE)
+    }
+
+    /// How long running sequences may go on once the drain begins; zero = until they end.
+    pub(crate) fn grace(&self) -> Duration {
+        Duration::from_millis(u64::from(self.grace_ms.load(Relaxed)))
+    }
+
+    fn new_stream(&self) -> StreamId {
+        StreamId(self.streams.fetch_add(1, Relaxed))
+    }
+
+    /// Refused until the model is loaded.
+    fn check_loaded(&self) -> Result<(), Status> {
+        match self.state.exported() {
+            Some(_) => Ok(()),
+            None => Err(refuse(Reason::Loading, "the model is still loading")),
+        }
+    }
+
+    /// Why the engine takes and gives nothing more.
+    fn engine_gone(&self) -> Status {
+        match self.state.failure() {
+            Some(why) => refuse(Reason::Internal, format!("the engine failed: {why}")),
+            None => refuse(Reason::Draining, "the target is stopping"),
+        }
+    }
+
+    async fn tell(&self, command: Command) -> Result<(), Status> {
+        self.engine.send(command).await.map_err(|Stopped| self.engine_gone())
+    }
+}
+
+#[tonic::async_trait]
+impl Target for Service {
+    type AttachStream = Replies<LeaseGrant>;
+    type RoundsStream = Replies<TargetReply>;
+    type ReadFileStream = Replies<FileChunk>;
+
+    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<ModelCard>, Status> {
+        Ok(Response::new(self.state.card(self.drain.is_draining())))
+    }
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<LeaseFrame>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        self.check_loaded()?;
+        Ok(Response::new(self.clone().lease(request.into_inner())))
+    }
+
+    async fn rounds(
+        &self,
+        request: Request<Streaming<TargetFrame>>,
+    ) -> Result<Response<Self::RoundsStream>, Status> {
+        self.check_loaded()?;
+        Ok(Response::new(self.clone().converse(request.into_inner())))
+    }
+
+    async fn round(&self, request: Request<TargetFrame>) -> Result<Response<TargetReply>, Status> {
+        self.check_loaded()?;
+        self.answer(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn load(&self, _: Request<LoadRequest>) -> Result<Response<LoadReport>, Status> {
+        Ok(Response::new(self.state.load_report()))
+    }
+
+    async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
+        let sequences = *self.state.gauges.active().borrow() as u32;
+        self.grace_ms.store(request.into_inner().grace_ms, Relaxed);
+        self.drain.start();
+        Ok(Response::new(DrainReply { sequences }))
+    }
+
+    async fn read_file(
+        &self,
+        request: Request<ReadFileRequest>,
+    ) -> Result<Response<Self::ReadFileStream>, Status> {
+        let name = request.into_inner().name;
+        let Some(path) = self.state.files.path(&name) else {
+            let served: Vec<&str> = self.state.files.infos().iter().map(|info| info.name.as_str()).collect();
+            let message = format!("name must be one of {}, given \"{name}\"", served.join(", "));
+            return Err(refuse(Reason::InvalidArgument, message));
+        };
+        let data = tokio::fs::read(&path)
+            .await
+            .map_err(|e| refuse(Reason::Internal, format!("{}: {e}", path.display())))?;
+        let data = Bytes::from(data);
+        let chunks: Vec<_> = (0..data.len())
+            .step_by(FILE_CHUNK)
+            .map(|at| Ok(FileChunk { data: data.slice(at..data.len().min(at + FILE_CHUNK)) }))
+            .collect();
+        Ok(Response::new(Box::pin(tokio_stream::iter(chunks))))
+    }
+}

@@ -1,0 +1,264 @@
+//! From options to a served target, and back down.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use eyrie_checkpoint::TargetCheckpoint;
+use eyrie_region::{Epoch, FdDoor};
+use eyrie_service::{Drain, Health, serve};
+use eyrie_wire::{Address, Listener};
+use tokio::sync::oneshot;
+
+use crate::engine::{Command, LoadRequest, Loaded, Receiver, Sender, load, mailbox};
+use crate::files::Files;
+use crate::plan::Plan;
+use crate::rpc::Service;
+use crate::state::{Exported, State};
+use crate::{TargetError, TargetOptions};
+
+/// Full name of the gRPC service, for health.
+const SERVICE: &str = "eyrie.v1.Target";
+/// How long a stopping target waits for importers to let go of its memory.
+const LEASE_GRACE: Duration = Duration::from_secs(2);
+/// How long the engine and the tasks of ended streams may take to end. A load cannot be interrupted.
+const STOP_GRACE: Duration = Duration::from_secs(2);
+
+/// A target that serves.
+#[derive(Debug, Clone)]
+pub struct Ready {
+    /// Where it listens, with the port that the system chose for port 0.
+    pub address: Address,
+    /// This boot's number.
+    pub epoch: u64,
+    /// Identity of the served model, as in its card.
+    pub fingerprint: String,
+    /// How long loading took.
+    pub load_time: Duration,
+}
+
+/// Serves a target until `drain` stops it. It listens and describes itself at once; `on_ready` is called when the
+/// model is loaded and health is SERVING.
+///
+/// # Errors
+/// A refused option, checkpoint or socket, a failed load, or a fault of the engine, in one line.
+pub async fn run(
+    options: TargetOptions,
+    drain: Drain,
+    on_ready: impl FnOnce(&Ready),
+) -> Result<(), TargetError> {
+    let checkpoint = Arc::new(TargetCheckpoint::open(&options.model_dir)?);
+    let plan = Plan::new(&options, checkpoint.config())?;
+    let files = Files::scan(&options.model_dir)?;
+    let epoch = Epoch::random()?;
+    let state = Arc::new(State::new(&checkpoint, plan, files, epoch));
+    let listener = Listener::bind(&options.listen).await?;
+    let address = listener.address().clone();
+    let door = FdDoor::bind(door_path(&address, options.runtime_dir.as_deref(), epoch))?;
+    let (sender, receiver) = mailbox();
+    let service = Service::new(Arc::clone(&state), sender.clone(), drain.clone(), options.drain_grace);
+    let mut engine = EngineThread::spawn(&state, checkpoint, door, receiver, drain.clone())?;
+    let (health_sender, health) = oneshot::channel();
+    let routes = tonic::service::Routes::new(service.clone().into_server());
+    let serving = async {
+        let served = serve(SERVICE, listener, routes, drain.clone(), |health| {
+            let _ = health_sender.send(health);
+        });
+        let served = served.await;
+        drain.stop();
+        served
+    };
+    let living = async {
+        let lived = Life { state: &state, service: &service, engine: sender.clone(), drain: &drain };
+        let lived = lived.live(health, &mut engine, address, on_ready).await;
+        drain.stop();
+        lived
+    };
+    let (served, lived) = tokio::join!(serving, living);
+    shut_down(&state, &sender, &drain, engine).await;
+    lived?;
+    Ok(served?)
+}
+
+/// The engine's thread, seen from outside.
+struct EngineThread {
+    loaded: oneshot::Receiver<()>,
+    ended: oneshot::Receiver<Result<(), TargetError>>,
+    began: Instant,
+}
+
+impl EngineThread {
+    fn spawn(
+        state: &Arc<State>,
+        checkpoint: Arc<TargetCheckpoint>,
+        door: FdDoor,
+        mailbox: Receiver<Command>,
+        drain: Drain,
+    ) -> Result<Self, TargetError> {
+        let (loaded_sender, loaded) = oneshot::channel();
+        let (ended_sender, ended) = oneshot::channel();
+        let (state, gauges) = (Arc::clone(state), Arc::clone(&state.gauges));
+        let request = LoadRequest { checkpoint, plan: state.plan.clone(), epoch: state.epoch, gauges, drain };
+        std::thread::Builder::new().name("target-engine".to_owned()).spawn(move || {
+            let outcome = work(&state, request, door, &mailbox, loaded_sender);
+            let _ = ended_sender.send(outcome);
+        })?;
+        Ok(Self { loaded, ended, began: Instant::now() })
+    }
+
+    /// Resolves with the fault that ended the thread.
+    async fn failed(ended: &mut oneshot::Receiver<Result<(), TargetError>>) -> Result<(), TargetError> {
+        match ended.await {
+            Ok(Err(error)) => Err(error),
+            Ok(Ok(())) | Err(_) => Err(TargetError::Engine("its thread ended".to_owned())),
+        }
+    }
+}
+
+/// Loads and steps. The failure is noted before the engine, and with it every stream's sender, is dropped.
+fn work(
+    state: &State,
+    request: LoadRequest,
+    door: FdDoor,
+    mailbox: &Receiver<Command>,
+    loaded: oneshot::Sender<()>,
+) -> Result<(), TargetError> {
+    let note = |error: &TargetError| state.failed(error.to_string());
+    let outcome = guarded(|| load(request, &mut |progress| state.progress(progress)));
+    let Loaded { mut engine, exports, formats } = outcome.inspect_err(note)?;
+    tracing::info!(weights = formats, "model loaded");
+    state.loaded(Exported { exports, door }, formats);
+    let _ = loaded.send(());
+    guarded(|| engine.run(mailbox)).inspect_err(note)
+}
+
+/// Turns a panic into an error, so that nobody waits for a thread that is gone.
+fn guarded<T>(work: impl FnOnce() -> Result<T, TargetError>) -> Result<T, TargetError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("unknown panic");
+        Err(TargetError::Engine(text.to_owned()))
+    })
+}
+
+/// One boot, from listening to the moment streams have to end.
+struct Life<'a> {
+    state: &'a State,
+    service: &'a Service,
+    engine: Sender<Command>,
+    drain: &'a Drain,
+}
+
+impl Life<'_> {
+    /// Ends when the drain is over; errors when the engine failed before.
+    async fn live(
+        self,
+        health: oneshot::Receiver<Health>,
+        engine: &mut EngineThread,
+        address: Address,
+        on_ready: impl FnOnce(&Ready),
+    ) -> Result<(), TargetError> {
+        let EngineThread { loaded, ended, began } = engine;
+        let course = async {
+            // The server failed before it served: its own error is the one to tell.
+            let Ok(health) = health.await else { return };
+            tokio::select! {
+                Ok(()) = loaded => {
+                    health.set(true).await;
+                    on_ready(&Ready {
+                        address,
+                        epoch: self.state.epoch.get(),
+                        fingerprint: self.state.fingerprint.clone(),
+                        load_time: began.elapsed(),
+                    });
+                    self.drain.draining().await;
+                }
+                () = self.drain.draining() => {}
+            }
+            health.set(false).await;
+            self.drained().await;
+        };
+        tokio::select! {
+            biased;
+            failed = EngineThread::failed(ended) => failed,
+            () = course => Ok(()),
+            () = self.drain.stopped() => Ok(()),
+        }
+    }
+
+    /// Resolves when no sequence runs or the grace is over.
+    async fn drained(&self) {
+        let mut active = self.state.gauges.active();
+        let _ = self.engine.post(Command::Wake);
+        let idle = async {
+            let _ = active.wait_for(|&active| active == 0).await;
+        };
+        let grace = self.service.grace();
+        if grace.is_zero() {
+            idle.await;
+        } else if tokio::time::timeout(grace, idle).await.is_err() {
+            let sequences = *self.state.gauges.active().borrow();
+            tracing::warn!(sequences, "drain: still running after {} ms, ended", grace.as_millis());
+        }
+    }
+}
+
+/// Ends the engine and waits for importers, naming those who stay.
+async fn shut_down(state: &Arc<State>, engine: &Sender<Command>, drain: &Drain, thread: EngineThread) {
+    let _ = engine.post(Command::Stop);
+    let alive = !thread.ended.is_terminated();
+    if alive && tokio::time::timeout(STOP_GRACE, thread.ended).await.is_err() {
+        tracing::warn!("the engine did not end in {} s", STOP_GRACE.as_secs());
+    }
+    let leases = Arc::clone(state);
+    let emptied = tokio::task::spawn_blocking(move || leases.leases.wait_empty(LEASE_GRACE)).await;
+    if let Ok(Err(held)) = emptied {
+        for lease in held {
+            tracing::warn!(%lease, "still holds this target's shared memory");
+        }
+    }
+    drain.join(STOP_GRACE).await;
+}
+
+/// Where descriptors are handed out: beside a unix socket, else in the runtime folder.
+fn door_path(address: &Address, runtime_dir: Option<&Path>, epoch: Epoch) -> PathBuf {
+    match address {
+        Address::Unix(path) => {
+            let mut door = path.as_os_str().to_owned();
+            door.push(".door");
+            PathBuf::from(door)
+        }
+        Address::Tcp(_) => {
+            let dir = match (runtime_dir, std::env::var_os("XDG_RUNTIME_DIR")) {
+                (Some(dir), _) => dir.to_owned(),
+                (None, Some(dir)) => PathBuf::from(dir),
+                (None, None) => std::env::temp_dir(),
+            };
+            dir.join(format!("eyrie-{epoch}.door"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_door_stands_beside_a_unix_socket_or_in_the_runtime_folder() {
+        let epoch = Epoch::try_from(0xab).unwrap();
+        let unix = Address::Unix("/run/t.sock".into());
+        assert_eq!(door_path(&unix, Some(Path::new("/x")), epoch), Path::new("/run/t.sock.door"));
+        let tcp = Address::Tcp("127.0.0.1:1".to_owned());
+        assert_eq!(
+            door_path(&tcp, Some(Path::new("/x")), epoch),
+            Path::new("/x/eyrie-00000000000000ab.door")
+        );
+    }
+
+    #[test]
+    fn a_panic_is_an_error_with_its_text() {
+        let error = guarded::<()>(|| panic!("page {} lost", 7)).unwrap_err();
+        assert_eq!(error.to_string(), "the engine stopped: page 7 lost");
+    }
+}

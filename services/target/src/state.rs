@@ -1,0 +1,164 @@
+//! What the service knows of itself, shared by its handlers and the engine's thread.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
+
+use eyrie_checkpoint::{Architecture, TargetCheckpoint, TargetConfig};
+use eyrie_model::Progress;
+use eyrie_region::{Epoch, FdDoor, Grant, LeaseTable};
+use eyrie_wire::v1::{LeaseHolder, LoadReport, LoadState, ModelCard};
+use eyrie_wire::{MAX_VERIFY_ROWS, PROTOCOL_VERSION};
+
+use crate::engine::{Exports, Gauges};
+use crate::files::Files;
+use crate::plan::Plan;
+
+/// What a target exports once it is loaded.
+pub(crate) struct Exported {
+    pub(crate) exports: Exports,
+    pub(crate) door: FdDoor,
+}
+
+/// State of one boot of the service.
+pub(crate) struct State {
+    pub(crate) epoch: Epoch,
+    pub(crate) fingerprint: String,
+    pub(crate) plan: Plan,
+    pub(crate) files: Files,
+    pub(crate) leases: LeaseTable,
+    pub(crate) gauges: Arc<Gauges>,
+    config: TargetConfig,
+    name: String,
+    loaded_bytes: AtomicU64,
+    total_bytes: AtomicU64,
+    formats: OnceLock<String>,
+    exported: OnceLock<Exported>,
+    failure: OnceLock<String>,
+}
+
+impl State {
+    pub(crate) fn new(checkpoint: &TargetCheckpoint, plan: Plan, files: Files, epoch: Epoch) -> Self {
+        let dir = checkpoint.index().dir();
+        let name = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
+        Self {
+            epoch,
+            fingerprint: fingerprint(checkpoint, &files, &plan.capture),
+            plan,
+            files,
+            leases: LeaseTable::new(),
+            gauges: Arc::new(Gauges::new()),
+            config: checkpoint.config().clone(),
+            name: name.file_name().unwrap_or(name.as_os_str()).to_string_lossy().into_owned(),
+            loaded_bytes: AtomicU64::new(0),
+            total_bytes: AtomicU64::new(checkpoint.account().loaded.bytes),
+            formats: OnceLock::new(),
+            exported: OnceLock::new(),
+            failure: OnceLock::new(),
+        }
+    }
+
+    /// Notes how far loading is.
+    pub(crate) fn progress(&self, progress: Progress) {
+        self.loaded_bytes.store(progress.bytes_done, Relaxed);
+        self.total_bytes.store(progress.bytes_total, Relaxed);
+    }
+
+    /// Notes that the model is loaded and what it exports.
+    pub(crate) fn loaded(&self, exported: Exported, formats: String) {
+        let _ = self.formats.set(formats);
+        let _ = self.exported.set(exported);
+    }
+
+    /// What is exported, once loaded.
+    pub(crate) fn exported(&self) -> Option<&Exported> {
+        self.exported.get()
+    }
+
+    /// Notes why the engine failed.
+    pub(crate) fn failed(&self, why: String) {
+        let _ = self.failure.set(why);
+    }
+
+    /// Why the engine failed, if it did.
+    pub(crate) fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+
+    pub(crate) fn card(&self, draining: bool) -> ModelCard {
+        let grant = self.exported().map(|exported| &exported.exports.grant);
+        let state = match (grant, draining) {
+            (_, true) => LoadState::Draining,
+            (Some(_), false) => LoadState::Serving,
+            (None, false) => LoadState::Loading,
+        };
+        let leases = self.leases.holders().into_iter();
+        ModelCard {
+            protocol_version: PROTOCOL_VERSION,
+            state: state as i32,
+            loaded_bytes: self.loaded_bytes.load(Relaxed),
+            total_bytes: self.total_bytes.load(Relaxed),
+            epoch: self.epoch.get(),
+            name: self.name.clone(),
+            architecture: architecture_name(self.config.architecture).to_owned(),
+            fingerprint: self.fingerprint.clone(),
+            vocab_size: self.plan.vocab,
+            hidden_size: self.hidden_size(),
+            layers: self.layers(),
+            context_length: self.plan.context,
+            max_verify_rows: MAX_VERIFY_ROWS as u32,
+            max_sequences: self.plan.max_sequences as u32,
+            kv_capacity: self.plan.kv_tokens as u64,
+            eos_ids: self.config.eos_token_ids.clone(),
+            aux_layers: self.plan.capture.clone(),
+            files: self.files.infos().to_vec(),
+            shared_bytes: grant.map_or(0, |grant: &Grant| grant.bytes),
+            shared_kind: grant.map_or_else(String::new, |grant| grant.kind.to_string()),
+            leases: leases.map(|lease| LeaseHolder { holder: lease.holder, pid: lease.pid }).collect(),
+            defaults: Some(self.files.generation_defaults()),
+            pid: std::process::id(),
+            weight_formats: self.formats.get().cloned().unwrap_or_default(),
+        }
+    }
+
+    pub(crate) fn load_report(&self) -> LoadReport {
+        LoadReport {
+            kv_capacity: self.plan.kv_tokens as u64,
+            leases: self.leases.holders().len() as u32,
+            ..self.gauges.report()
+        }
+    }
+
+    pub(crate) fn hidden_size(&self) -> u32 {
+        self.config.hidden_size as u32
+    }
+
+    pub(crate) fn layers(&self) -> u32 {
+        self.config.num_hidden_layers as u32
+    }
+}
+
+fn architecture_name(architecture: Architecture) -> &'static str {
+    match architecture {
+        Architecture::DeepseekV2 => "DeepseekV2ForCausalLM",
+        Architecture::DeepseekV3 => "DeepseekV3ForCausalLM",
+        Architecture::KimiK25 => "KimiK25ForConditionalGeneration",
+    }
+}
+
+/// Identity of what is served: configuration files, names, types and shapes of all tensors, and the capture set.
+fn fingerprint(checkpoint: &TargetCheckpoint, files: &Files, capture: &[u32]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for info in files.infos().iter().filter(|info| info.name == "config.json") {
+        hasher.update(info.name.as_bytes()).update(info.blake3.as_bytes());
+    }
+    for entry in checkpoint.index().entries() {
+        hasher.update(entry.name.as_bytes()).update(entry.dtype.to_string().as_bytes());
+        for &size in &entry.shape {
+            hasher.update(&(size as u64).to_le_bytes());
+        }
+    }
+    for id in capture {
+        hasher.update(&id.to_le_bytes());
+    }
+    hasher.finalize().to_hex().to_string()
+}

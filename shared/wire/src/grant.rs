@@ -1,0 +1,159 @@
+//! Grants of shared memory on the wire.
+
+use eyrie_region::{Epoch, Grant, RegionKind, RingGeometry, TensorGrant};
+
+use crate::v1;
+
+/// A grant message that does not describe a grant.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("grant: {field} must be {limit}, given {given}")]
+pub struct GrantMessageError {
+    field: &'static str,
+    limit: &'static str,
+    given: String,
+}
+
+fn refuse(field: &'static str, limit: &'static str, given: impl ToString) -> GrantMessageError {
+    GrantMessageError { field, limit, given: given.to_string() }
+}
+
+/// The message for `grant`. Epoch and ring travel beside it, in `LeaseGrant`.
+pub fn grant_to_wire(grant: &Grant) -> v1::Grant {
+    let tensor = |tensor: &TensorGrant| v1::TensorGrant {
+        name: tensor.name.clone(),
+        layout: tensor.layout.clone(),
+        dtype: tensor.dtype.clone(),
+        shape: tensor.shape.clone(),
+        strides: tensor.strides.clone(),
+        offset: tensor.offset,
+        bytes: tensor.bytes,
+        checksum: bytes::Bytes::copy_from_slice(&tensor.checksum),
+    };
+    v1::Grant {
+        kind: grant.kind.to_string(),
+        device: grant.device.clone(),
+        export_id: grant.export_id,
+        bytes: grant.bytes,
+        tensors: grant.tensors.iter().map(tensor).collect(),
+    }
+}
+
+/// The message for a ring; its `bytes` are 0 when the geometry is not one a ring can have.
+pub fn ring_to_wire(ring: &RingGeometry) -> v1::RingGrant {
+    v1::RingGrant {
+        bytes: ring.byte_len().unwrap_or(0),
+        slots: ring.slots,
+        slot_rows: ring.slot_rows,
+        row_width: ring.row_width,
+    }
+}
+
+/// The grant that a lease speaks of, ring included.
+///
+/// # Errors
+/// Names the field that is missing, unknown or out of range. Whether the grant is true is for
+/// `Grant::verify` and `RingReader::open` to find out against the memory itself.
+pub fn grant_from_wire(lease: &v1::LeaseGrant) -> Result<Grant, GrantMessageError> {
+    let epoch = Epoch::try_from(lease.epoch).map_err(|_| refuse("epoch", "non-zero", 0))?;
+    let weights = lease.weights.as_ref().ok_or_else(|| refuse("weights", "set", "none"))?;
+    let kind: RegionKind = weights
+        .kind
+        .parse()
+        .map_err(|_| refuse("weights.kind", "a known kind of region", format!("\"{}\"", weights.kind)))?;
+    let tensors: Result<Vec<TensorGrant>, _> = weights.tensors.iter().map(tensor_from_wire).collect();
+    Ok(Grant {
+        epoch,
+        export_id: weights.export_id,
+        kind,
+        bytes: weights.bytes,
+        tensors: tensors?,
+        ring: lease.ring.as_ref().map(ring_from_wire).transpose()?,
+        device: weights.device.clone(),
+    })
+}
+
+fn tensor_from_wire(tensor: &v1::TensorGrant) -> Result<TensorGrant, GrantMessageError> {
+    let checksum: [u8; 32] = tensor
+        .checksum
+        .as_ref()
+        .try_into()
+        .map_err(|_| refuse("tensor checksum", "32 bytes", format!("{} bytes", tensor.checksum.len())))?;
+    Ok(TensorGrant {
+        name: tensor.name.clone(),
+        layout: tensor.layout.clone(),
+        dtype: tensor.dtype.clone(),
+        shape: tensor.shape.clone(),
+        strides: tensor.strides.clone(),
+        offset: tensor.offset,
+        bytes: tensor.bytes,
+        checksum,
+    })
+}
+
+fn ring_from_wire(ring: &v1::RingGrant) -> Result<RingGeometry, GrantMessageError> {
+    let geometry = RingGeometry { slots: ring.slots, slot_rows: ring.slot_rows, row_width: ring.row_width };
+    match geometry.byte_len() {
+        Ok(bytes) if bytes == ring.bytes => Ok(geometry),
+        Ok(_) => Err(refuse("ring.bytes", "the size of its geometry", ring.bytes)),
+        Err(_) => Err(refuse("ring", "at least one slot, row and value", format!("{geometry:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grant() -> Grant {
+        let tensor = TensorGrant {
+            name: "embed_tokens".to_owned(),
+            layout: "bf16".to_owned(),
+            dtype: "bf16".to_owned(),
+            shape: vec![4, 8],
+            strides: vec![8, 1],
+            offset: 64,
+            bytes: 64,
+            checksum: [7; 32],
+        };
+        Grant {
+            epoch: Epoch::try_from(9).unwrap(),
+            export_id: 3,
+            kind: RegionKind::Memfd,
+            bytes: 128,
+            tensors: vec![tensor],
+            ring: Some(RingGeometry { slots: 4, slot_rows: 8, row_width: 12 }),
+            device: "cpu".to_owned(),
+        }
+    }
+
+    fn lease(grant: &Grant) -> v1::LeaseGrant {
+        v1::LeaseGrant {
+            epoch: grant.epoch.get(),
+            weights: Some(grant_to_wire(grant)),
+            ring: grant.ring.as_ref().map(ring_to_wire),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_grant_survives_the_wire() {
+        assert_eq!(grant_from_wire(&lease(&grant())), Ok(grant()));
+        let without_ring = Grant { ring: None, ..grant() };
+        assert_eq!(grant_from_wire(&lease(&without_ring)), Ok(without_ring));
+    }
+
+    #[test]
+    fn false_messages_name_the_field() {
+        let line = |change: fn(&mut v1::LeaseGrant)| {
+            let mut lease = lease(&grant());
+            change(&mut lease);
+            grant_from_wire(&lease).unwrap_err().to_string()
+        };
+        assert_eq!(line(|l| l.epoch = 0), "grant: epoch must be non-zero, given 0");
+        assert!(line(|l| l.weights = None).contains("weights"));
+        assert!(line(|l| l.weights.as_mut().unwrap().kind = "cuda".into()).contains("\"cuda\""));
+        assert!(line(|l| l.ring.as_mut().unwrap().bytes += 1).contains("ring.bytes"));
+        assert!(line(|l| l.ring.as_mut().unwrap().slots = 0).contains("slots: 0"));
+        let short = |l: &mut v1::LeaseGrant| l.weights.as_mut().unwrap().tensors[0].checksum = vec![1].into();
+        assert!(line(short).contains("given 1 bytes"));
+    }
+}
