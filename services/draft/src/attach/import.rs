@@ -1,0 +1,81 @@
+//! From a grant to a head that runs on the target's memory. Blocking: it maps, checksums and packs.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use eyrie_checkpoint::{AuxIds, DraftCheckpoint};
+use eyrie_kernels::Cpu;
+use eyrie_model::{CaptureSet, Eagle3Head, ModelError, SharedWeights};
+use eyrie_region::{
+    DoorError, Epoch, FdDoor, ImportedMemfd, Region, RegionError, RingError, RingReader, Token,
+};
+use eyrie_wire::v1::LeaseGrant;
+use eyrie_wire::{GrantWireError, grant_from_wire, ring_from_wire};
+
+use crate::engine::Attachment;
+
+/// How long the target's door may take to hand out the descriptors.
+const DOOR_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why a grant that fits could not be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ImportError {
+    #[error("grant: token must be 32 bytes, given {given}")]
+    Token { given: usize },
+    #[error("grant: epoch must not be 0")]
+    NoEpoch,
+    #[error("grant: no {0}")]
+    Missing(&'static str),
+    #[error("grant: {0}")]
+    Wire(#[from] GrantWireError),
+    #[error("grant: descriptors must be [weights, ring], given {given}")]
+    Descriptors { given: usize },
+    #[error(transparent)]
+    Door(#[from] DoorError),
+    #[error("shared weights: {0}")]
+    Region(#[from] RegionError),
+    #[error("feature ring: {0}")]
+    Ring(#[from] RingError),
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+/// A head over mapped weights, ready for the engine.
+#[derive(Debug)]
+pub(crate) struct Imported {
+    pub(crate) attachment: Attachment,
+    pub(crate) mapped: Weak<dyn Region>,
+    pub(crate) mapped_bytes: u64,
+}
+
+/// Fetches the descriptors of `grant`, maps and verifies them, and loads the head over them.
+pub(crate) fn import(
+    grant: &LeaseGrant,
+    checkpoint: &DraftCheckpoint,
+    aux: &AuxIds,
+    cpu: &Cpu,
+) -> Result<Imported, ImportError> {
+    let token = Token::try_from(grant.token.as_ref())
+        .map_err(|_| ImportError::Token { given: grant.token.len() })?;
+    let epoch = Epoch::try_from(grant.epoch).map_err(|_| ImportError::NoEpoch)?;
+    let weights = grant.weights.as_ref().ok_or(ImportError::Missing("weights"))?;
+    let ring = grant.ring.as_ref().ok_or(ImportError::Missing("feature ring"))?;
+    let granted = grant_from_wire(weights, epoch)?;
+    let geometry = ring_from_wire(ring)?;
+    let [weights, ring] = descriptors(FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?)?;
+    let region: Arc<dyn Region> = Arc::new(ImportedMemfd::import(weights, granted.bytes)?);
+    let ring = RingReader::open(ring, geometry, epoch)?;
+    let mapped = Arc::downgrade(&region);
+    let shared = SharedWeights::import(region, &granted, epoch)?;
+    let capture = CaptureSet::new(&aux.canonical, grant.layers as usize)?;
+    let head = Eagle3Head::load(checkpoint, &capture, &shared, cpu)?;
+    let (context, vocab) = (grant.context_length as usize, grant.vocab_size as usize);
+    let attachment = Attachment { epoch: grant.epoch, head, ring, context, vocab };
+    Ok(Imported { attachment, mapped, mapped_bytes: granted.bytes })
+}
+
+fn descriptors(fds: Vec<OwnedFd>) -> Result<[OwnedFd; 2], ImportError> {
+    fds.try_into().map_err(|fds: Vec<OwnedFd>| ImportError::Descriptors { given: fds.len() })
+}
