@@ -1,0 +1,80 @@
+//! Why a region could not be made, mapped or trusted.
+
+use std::io;
+use std::path::PathBuf;
+
+/// A region that could not be created, mapped or accepted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegionError {
+    /// A file could not be opened or mapped.
+    #[error("{}: cannot {action}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What was tried, as a verb phrase.
+        action: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The path names a directory, pipe or device.
+    #[error("{}: not a regular file", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A region of no bytes cannot be mapped.
+    #[error("{name}: a region needs at least 1 byte, given 0")]
+    Empty {
+        /// File or memfd.
+        name: String,
+    },
+    /// A memfd that would need more memory than the machine or its control group has left.
+    #[error("memfd {name}: {bytes} bytes exceed the {available} bytes of memory available")]
+    OutOfMemory {
+        /// The memfd's name.
+        name: String,
+        /// Bytes asked for.
+        bytes: u64,
+        /// Bytes that could be had.
+        available: u64,
+    },
+    /// A system call on a memfd failed.
+    #[error("memfd {name}: cannot {action}: {source}")]
+    Memfd {
+        /// The memfd's name.
+        name: String,
+        /// What was tried, as a verb phrase.
+        action: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A builder has no room left for an allocation.
+    #[error("memfd {name}: {wanted} bytes at offset {offset} exceed its {capacity} bytes")]
+    Full {
+        /// The memfd's name.
+        name: String,
+        /// Bytes asked for.
+        wanted: u64,
+        /// The aligned offset at which they would start.
+        offset: u64,
+        /// Size of the memfd.
+        capacity: u64,
+    },
+    /// An imported descriptor lacks seals, so its exporter could shrink, grow or rewrite it.
+    #[error("imported memfd lacks the seals {missing}, it has {found}")]
+    Unsealed {
+        /// The seals it must have and has not.
+        missing: String,
+        /// The seals it has.
+        found: String,
+    },
+    /// An imported descriptor is not as long as its grant says.
+    #[error("imported memfd has {found} bytes, the grant says {expected}")]
+    Length {
+        /// Bytes in the grant.
+        expected: u64,
+        /// Bytes in the descriptor.
+        found: u64,
+    },
+}

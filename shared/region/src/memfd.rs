@@ -1,0 +1,299 @@
+//! Anonymous memory that is filled once, sealed, and then shared read-only by descriptor.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
+
+use memmap2::{Mmap, MmapMut, MmapOptions};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+
+use crate::memory::available_memory;
+use crate::{Region, RegionError, RegionKind, align_up};
+
+/// A memfd while it is being filled.
+#[derive(Debug)]
+pub struct MemfdBuilder {
+    name: String,
+    fd: OwnedFd,
+    map: MmapMut,
+    used: u64,
+}
+
+impl MemfdBuilder {
+    /// Makes a zeroed memfd of `len` bytes. Its pages are allocated here, so memory that runs out is an error now
+    /// and not a SIGBUS at some later write. `name` shows in `/proc/PID/maps`.
+    ///
+    /// # Errors
+    /// [`RegionError::Empty`] for no bytes, otherwise the kernel's answer with the name.
+    pub fn new(name: &str, len: u64) -> Result<Self, RegionError> {
+        let fd = create(name, len)?;
+        // SAFETY: the descriptor was made above and is private to this builder, so no other mapping aliases this one.
+        let map = unsafe { MmapMut::map_mut(&fd) }.map_err(failed(name, "map it"))?;
+        Ok(Self { name: name.to_owned(), fd, map, used: 0 })
+    }
+
+    /// Takes the next `len` bytes at an offset that is a multiple of [`ALIGN`](crate::ALIGN); returns that offset
+    /// and the zeroed bytes.
+    ///
+    /// # Errors
+    /// [`RegionError::Full`] where they do not fit.
+    pub fn allocate(&mut self, len: u64) -> Result<(u64, &mut [u8]), RegionError> {
+        let capacity = self.map.len() as u64;
+        let offset = align_up(self.used).unwrap_or(u64::MAX);
+        let Some(end) = offset.checked_add(len).filter(|end| *end <= capacity) else {
+            return Err(RegionError::Full { name: self.name.clone(), wanted: len, offset, capacity });
+        };
+        self.used = end;
+        // Both ends are within the mapping, whose length is a usize.
+        Ok((offset, &mut self.map[offset as usize..end as usize]))
+    }
+
+    /// All bytes, for a caller that places them itself.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.map
+    }
+
+    /// Drops the writable mapping and seals the memory: from here on nobody, this process included, can change it.
+    ///
+    /// # Errors
+    /// The kernel's answer with the name.
+    pub fn seal(self) -> Result<Memfd, RegionError> {
+        let Self { name, fd, map, .. } = self;
+        drop(map);
+        seal(&fd, write_seal()).map_err(failed(&name, "seal it"))?;
+        // Populated, because a page that only an importer has touched counts as that importer's private memory in
+        // /proc/PID/smaps, and the accounting of shared bytes would show a copy that does not exist.
+        // SAFETY: the pages are sealed against writes and against a change of size, so they are immutable.
+        let map = unsafe { MmapOptions::new().populate().map(&fd) }.map_err(failed(&name, "map it"))?;
+        Ok(Memfd { name, fd, map })
+    }
+}
+
+/// A sealed memfd in the process that made it.
+#[derive(Debug)]
+pub struct Memfd {
+    name: String,
+    fd: OwnedFd,
+    map: Mmap,
+}
+
+impl Memfd {
+    /// The descriptor, to be passed to importers.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// The name it was made with.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Region for Memfd {
+    fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
+    fn kind(&self) -> RegionKind {
+        RegionKind::Memfd
+    }
+}
+
+/// A sealed memfd in a process that was given its descriptor. Unmapped on drop.
+#[derive(Debug)]
+pub struct ImportedMemfd {
+    map: Mmap,
+}
+
+impl ImportedMemfd {
+    /// Maps `fd` read-only. The descriptor is closed once it is mapped.
+    ///
+    /// A write through the mapping faults, and neither `mprotect` nor a second mapping can make it writable: the
+    /// seals are checked here and no process can take them off.
+    ///
+    /// # Errors
+    /// [`RegionError::Unsealed`] where the exporter could still resize or map it writable,
+    /// [`RegionError::Length`] where it is not exactly `expected_len` bytes, otherwise the kernel's answer.
+    pub fn import(fd: OwnedFd, expected_len: u64) -> Result<Self, RegionError> {
+        check_import(&fd, expected_len)?;
+        // SAFETY: the seals verified above rule out resizing and any new writable mapping. An exporter that keeps an
+        // older one (a ring) hands its descriptor to `RingReader`, which never forms a slice of it.
+        let map = unsafe { Mmap::map(&fd) }.map_err(failed("import", "map it"))?;
+        Ok(Self { map })
+    }
+}
+
+impl Region for ImportedMemfd {
+    fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
+    fn kind(&self) -> RegionKind {
+        RegionKind::Memfd
+    }
+}
+
+fn failed<'a, E: Into<io::Error>>(name: &'a str, action: &'static str) -> impl FnOnce(E) -> RegionError + 'a {
+    move |source| RegionError::Memfd { name: name.to_owned(), action, source: source.into() }
+}
+
+/// A sealable memfd of `len` allocated bytes.
+pub(crate) fn create(name: &str, len: u64) -> Result<OwnedFd, RegionError> {
+    if len == 0 {
+        return Err(RegionError::Empty { name: format!("memfd {name}") });
+    }
+    check_fits(name, len, available_memory())?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+        // Kernels before 6.3 do not know the flag; newer ones may be told to insist on it.
+        Err(rustix::io::Errno::INVAL) => rustix::fs::memfd_create(name, flags),
+        made => made,
+    }
+    .map_err(failed(name, "create it"))?;
+    rustix::fs::ftruncate(&fd, len).map_err(failed(name, "set its length"))?;
+    rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len)
+        .map_err(failed(name, "allocate its pages"))?;
+    Ok(fd)
+}
+
+/// Allocating more than there is does not fail, it summons the OOM killer upon bystanders: refuse it beforehand.
+fn check_fits(name: &str, len: u64, available: u64) -> Result<(), RegionError> {
+    if len <= available {
+        return Ok(());
+    }
+    Err(RegionError::OutOfMemory { name: name.to_owned(), bytes: len, available })
+}
+
+/// Fixes size and seals of `fd` for good, with `write` deciding who may still write.
+pub(crate) fn seal(fd: &OwnedFd, write: SealFlags) -> rustix::io::Result<()> {
+    rustix::fs::fcntl_add_seals(fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL | write)
+}
+
+/// Refuses a descriptor that its exporter could still resize or open for writing, or of another length.
+pub(crate) fn check_import(fd: &OwnedFd, expected_len: u64) -> Result<(), RegionError> {
+    let found = match rustix::fs::fcntl_get_seals(fd) {
+        Ok(seals) => seals,
+        // Ordinary files, pipes and sockets have no seals at all.
+        Err(rustix::io::Errno::INVAL) => SealFlags::empty(),
+        Err(errno) => return Err(failed("import", "read its seals")(errno)),
+    };
+    let mut missing = (SealFlags::SHRINK | SealFlags::GROW) - found;
+    if !found.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+        missing |= SealFlags::WRITE;
+    }
+    if !missing.is_empty() {
+        return Err(RegionError::Unsealed { missing: seal_names(missing), found: seal_names(found) });
+    }
+    let stat = rustix::fs::fstat(fd).map_err(failed("import", "read its length"))?;
+    let len = u64::try_from(stat.st_size).unwrap_or(0);
+    if len != expected_len {
+        return Err(RegionError::Length { expected: expected_len, found: len });
+    }
+    if len == 0 {
+        return Err(RegionError::Empty { name: "imported memfd".to_owned() });
+    }
+    Ok(())
+}
+
+fn seal_names(seals: SealFlags) -> String {
+    if seals.is_empty() {
+        return "none".to_owned();
+    }
+    seals.iter_names().map(|(name, _)| name).collect::<Vec<_>>().join("|")
+}
+
+/// The strongest write seal under which this kernel still maps the memory shared and read-only.
+///
+/// Before Linux 6.7 a descriptor sealed with F_SEAL_WRITE cannot be mapped shared at all; F_SEAL_FUTURE_WRITE can,
+/// and is as good once the only writable mapping is gone.
+fn write_seal() -> SealFlags {
+    static SEAL: OnceLock<SealFlags> = OnceLock::new();
+    *SEAL.get_or_init(|| {
+        let probe = || -> io::Result<()> {
+            let fd = create("seal-probe", 1).map_err(io::Error::other)?;
+            seal(&fd, SealFlags::WRITE)?;
+            MmapOptions::new().map_raw_read_only(&fd).map(drop)
+        };
+        match probe() {
+            Ok(()) => SealFlags::WRITE | SealFlags::FUTURE_WRITE,
+            Err(_) => SealFlags::FUTURE_WRITE,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ALIGN;
+
+    fn sealed(bytes: &[u8]) -> Memfd {
+        let mut builder = MemfdBuilder::new("test", bytes.len() as u64).unwrap();
+        builder.bytes_mut().copy_from_slice(bytes);
+        builder.seal().unwrap()
+    }
+
+    #[test]
+    fn allocations_are_aligned_disjoint_and_bounded() {
+        let mut builder = MemfdBuilder::new("test", 256).unwrap();
+        let (first, bytes) = builder.allocate(3).unwrap();
+        bytes.copy_from_slice(b"abc");
+        let (second, bytes) = builder.allocate(100).unwrap();
+        bytes.fill(7);
+        assert_eq!((first, second), (0, ALIGN as u64));
+        let error = builder.allocate(65).unwrap_err();
+        assert!(matches!(error, RegionError::Full { wanted: 65, offset: 192, capacity: 256, .. }), "{error}");
+        assert!(builder.allocate(u64::MAX).is_err());
+        let memfd = builder.seal().unwrap();
+        assert_eq!(&memfd.bytes()[..4], b"abc\0");
+        assert!(memfd.bytes()[64..164].iter().all(|b| *b == 7));
+    }
+
+    #[test]
+    fn a_sealed_memfd_cannot_be_resized_written_or_unsealed() {
+        let memfd = sealed(b"weights");
+        assert!(rustix::fs::ftruncate(memfd.fd(), 1).is_err());
+        assert!(rustix::fs::ftruncate(memfd.fd(), 4096).is_err());
+        assert!(rustix::io::write(memfd.fd(), b"x").is_err());
+        assert!(rustix::fs::fcntl_add_seals(memfd.fd(), SealFlags::GROW).is_err());
+        assert!(MmapOptions::new().map_raw(&memfd.fd).is_err());
+        assert_eq!(memfd.bytes(), b"weights");
+    }
+
+    #[test]
+    fn import_maps_the_same_bytes() {
+        let memfd = sealed(&[9; 5000]);
+        let imported = ImportedMemfd::import(memfd.fd().try_clone_to_owned().unwrap(), 5000).unwrap();
+        assert_eq!(imported.bytes(), memfd.bytes());
+        assert_ne!(imported.bytes().as_ptr(), memfd.bytes().as_ptr());
+        drop(memfd);
+        assert_eq!(imported.bytes(), [9; 5000]);
+    }
+
+    #[test]
+    fn import_refuses_missing_seals_and_other_lengths() {
+        let open = create("open", 64).unwrap();
+        let error = ImportedMemfd::import(open, 64).unwrap_err();
+        assert!(error.to_string().contains("SHRINK|GROW|WRITE"), "{error}");
+
+        let resizable = create("resizable", 64).unwrap();
+        rustix::fs::fcntl_add_seals(&resizable, SealFlags::WRITE | SealFlags::GROW).unwrap();
+        let error = ImportedMemfd::import(resizable, 64).unwrap_err();
+        assert!(matches!(&error, RegionError::Unsealed { missing, .. } if missing == "SHRINK"), "{error}");
+
+        let file = OwnedFd::from(tempfile::tempfile().unwrap());
+        assert!(matches!(ImportedMemfd::import(file, 64), Err(RegionError::Unsealed { .. })));
+
+        let fd = sealed(b"weights").fd().try_clone_to_owned().unwrap();
+        let error = ImportedMemfd::import(fd, 8).unwrap_err();
+        assert!(matches!(error, RegionError::Length { expected: 8, found: 7 }), "{error}");
+    }
+
+    // The check alone: were it broken, a real allocation of that size would take the machine down with it.
+    #[test]
+    fn lengths_beyond_memory_are_refused_before_anything_is_allocated() {
+        assert!(matches!(MemfdBuilder::new("none", 0), Err(RegionError::Empty { .. })));
+        check_fits("fits", 4096, 4096).unwrap();
+        let error = check_fits("huge", 4097, 4096).unwrap_err().to_string();
+        assert_eq!(error, "memfd huge: 4097 bytes exceed the 4096 bytes of memory available");
+    }
+}
