@@ -1,1 +1,32 @@
 //! What a checkpoint folder says: config, tensor index, layouts and pair checks; no arithmetic.
+//!
+//! Opening reads headers only: weights stay in the mapped files until a kernel asks for them.
+#![forbid(unsafe_code)]
+
+mod aux_ids;
+mod config;
+mod draft;
+mod error;
+mod header;
+mod index;
+mod json;
+mod layout;
+pub mod pair;
+mod target;
+mod tensors;
+
+pub use aux_ids::{AuxConvention, AuxIds, AuxIdsError, aux_ids};
+pub use config::{Architecture, MoeConfig, QuantFormat, RopeConfig, Scoring, TargetConfig, TopkMethod, Yarn};
+pub use draft::{DraftCheckpoint, DraftConfig, EmbedSource, HeadSource, WrittenAuxIds};
+pub use error::CheckpointError;
+pub use header::Dtype;
+pub use index::{TensorEntry, TensorIndex};
+pub use layout::{Layout, ScaleView, WeightView};
+pub use target::{Account, RuleTotal, SkipRule, TargetCheckpoint};
+pub use tensors::{
+    AttentionTensors, FfnTensors, LayerTensors, LinearSpec, MlpTensors, ModelTensors, MoeTensors,
+    QueryTensors, VectorSpec, layer_tensors, model_tensors,
+};
+
+/// Result of reading a checkpoint.
+pub type Result<T, E = CheckpointError> = std::result::Result<T, E>;

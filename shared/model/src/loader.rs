@@ -1,0 +1,109 @@
+//! Turns checkpoint tensors into kernels' weights and counts the bytes on the way.
+
+use eyrie_checkpoint::{
+    LinearSpec, MlpTensors, MoeConfig, RopeConfig, Scoring, TargetCheckpoint, TopkMethod, VectorSpec, WeightView,
+    model_tensors,
+};
+use eyrie_kernels::{
+    self as kernels, Cpu, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouteMethod, RouterSpec, YarnSpec,
+};
+
+use crate::error::Result;
+use crate::types::Progress;
+
+/// Reads one checkpoint's tensors into packed weights.
+pub(crate) struct Loader<'a> {
+    checkpoint: &'a TargetCheckpoint,
+    cpu: &'a Cpu,
+    progress: &'a mut dyn FnMut(Progress),
+    done: u64,
+    total: u64,
+}
+
+impl<'a> Loader<'a> {
+    /// A loader of everything but the embedding and head, which shared weights hold.
+    pub(crate) fn new(
+        checkpoint: &'a TargetCheckpoint,
+        cpu: &'a Cpu,
+        progress: &'a mut dyn FnMut(Progress),
+    ) -> Result<Self> {
+        let shared = model_tensors(checkpoint.config());
+        let mut total = checkpoint.account().loaded.bytes;
+        total = total.saturating_sub(checkpoint.linear(&shared.embed.name)?.bytes().len() as u64);
+        if shared.head != shared.embed {
+            total = total.saturating_sub(checkpoint.linear(&shared.head.name)?.bytes().len() as u64);
+        }
+        Ok(Self { checkpoint, cpu, progress, done: 0, total })
+    }
+
+    pub(crate) fn cpu(&self) -> &Cpu {
+        self.cpu
+    }
+
+    /// A weight where it lies in its file, to be packed by the caller.
+    pub(crate) fn view(&mut self, spec: &LinearSpec) -> Result<WeightView> {
+        let view = self.checkpoint.linear(&spec.name)?;
+        self.count(view.bytes().len() + view.scale_bytes().len());
+        Ok(view)
+    }
+
+    pub(crate) fn linear(&mut self, spec: &LinearSpec) -> Result<Linear> {
+        let view = self.view(spec)?;
+        Ok(Linear::pack(self.cpu, &view)?)
+    }
+
+    pub(crate) fn mlp(&mut self, spec: &MlpTensors) -> Result<Mlp> {
+        Ok(Mlp::pack(self.cpu, &self.mlp_views(spec)?)?)
+    }
+
+    pub(crate) fn mlp_views(&mut self, spec: &MlpTensors) -> Result<ExpertViews> {
+        Ok(ExpertViews { gate: self.view(&spec.gate)?, up: self.view(&spec.up)?, down: self.view(&spec.down)? })
+    }
+
+    pub(crate) fn vector(&mut self, spec: &VectorSpec) -> Result<Vec<f32>> {
+        let vector = self.checkpoint.vector(&spec.name)?;
+        self.count(vector.len() * size_of::<f32>());
+        Ok(vector)
+    }
+
+    pub(crate) fn norm(&mut self, spec: &VectorSpec, eps: f64) -> Result<RmsNorm> {
+        Ok(RmsNorm::new(self.cpu, self.vector(spec)?, eps)?)
+    }
+
+    fn count(&mut self, bytes: usize) {
+        self.done = (self.done + bytes as u64).min(self.total);
+        (self.progress)(Progress { bytes_done: self.done, bytes_total: self.total });
+    }
+}
+
+pub(crate) fn rope_spec(config: &RopeConfig, dim: usize, style: RopeStyle) -> RopeSpec {
+    let yarn = config.yarn.as_ref().map(|yarn| YarnSpec {
+        factor: yarn.factor,
+        original_max: yarn.original_max_position_embeddings,
+        beta_fast: yarn.beta_fast,
+        beta_slow: yarn.beta_slow,
+        mscale: yarn.mscale,
+        mscale_all_dim: yarn.mscale_all_dim,
+    });
+    RopeSpec { dim, theta: config.theta, yarn, style }
+}
+
+pub(crate) fn router_spec(config: &MoeConfig) -> RouterSpec {
+    RouterSpec {
+        experts: config.n_routed_experts,
+        per_token: config.num_experts_per_tok,
+        scoring: match config.scoring {
+            Scoring::Softmax => kernels::Scoring::Softmax,
+            Scoring::Sigmoid => kernels::Scoring::Sigmoid,
+        },
+        method: match config.method {
+            TopkMethod::Greedy => RouteMethod::Greedy,
+            TopkMethod::GroupLimitedGreedy => RouteMethod::GroupLimited,
+            TopkMethod::NoAuxTc => RouteMethod::NoAuxTc,
+        },
+        groups: config.n_group,
+        top_groups: config.topk_group,
+        normalise: config.norm_topk_prob,
+        scale: config.routed_scaling_factor,
+    }
+}

@@ -1,0 +1,253 @@
+//! The embedding and the head in one region that target and draft both use where it lies.
+
+use std::sync::Arc;
+
+use eyrie_checkpoint::{Layout, TargetCheckpoint, WeightView, model_tensors};
+use eyrie_kernels::{Cpu, Embedding, Linear};
+use eyrie_region::{ALIGN, Epoch, Grant, GrantError, Local, Memfd, MemfdBuilder, Region, TensorGrant};
+
+use crate::error::{ModelError, Result};
+
+/// Name of the embedding in a grant.
+pub const EMBED: &str = "embed_tokens";
+/// Name of the head in a grant.
+pub const HEAD: &str = "lm_head";
+
+/// A granted layout: row-major.
+const PLAIN: &str = "plain";
+/// A granted layout: the kernels' tiles of 16 outputs.
+const TILED: &str = "tile16";
+
+/// What memory holds the shared weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backing {
+    /// A sealed memfd, exportable to other processes.
+    Memfd,
+    /// Memory of this process only.
+    Local,
+}
+
+/// Embedding `[V, H]` row-major as published, and head `[V, H]` in the kernels' tiles (as published when not bf16),
+/// once in memory. Clones share it.
+#[derive(Debug, Clone)]
+pub struct SharedWeights {
+    memfd: Option<Arc<Memfd>>,
+    grant: Grant,
+    embed: WeightView,
+    head: WeightView,
+}
+
+/// One tensor to be placed: its published view and the layout it gets in the region.
+struct Placement {
+    name: &'static str,
+    view: WeightView,
+    layout: Layout,
+    offset: usize,
+    bytes: usize,
+}
+
+impl SharedWeights {
+    /// Copies embedding and head of `checkpoint` once, straight into memory of the wanted kind, seals it and
+    /// checksums it. A tied head is written a second time, since its layout differs. `epoch` is the boot's.
+    pub fn build(checkpoint: &TargetCheckpoint, backing: Backing, epoch: Epoch) -> Result<Self> {
+        let tensors = model_tensors(checkpoint.config());
+        let embed = checkpoint.linear(&tensors.embed.name)?;
+        let head = checkpoint.linear(&tensors.head.name)?;
+        let embed = Placement::at(EMBED, embed, 0, false)?;
+        let head = Placement::at(HEAD, head, embed.end(), true)?;
+        let total = head.end();
+        match backing {
+            Backing::Local => {
+                let mut local = Local::zeroed(total);
+                embed.write(local.bytes_mut())?;
+                head.write(local.bytes_mut())?;
+                Self::describe(Arc::new(local), None, [embed, head], epoch)
+            }
+            Backing::Memfd => {
+                let mut memfd = MemfdBuilder::new("eyrie-shared-weights", total as u64)?;
+                embed.write(memfd.bytes_mut())?;
+                head.write(memfd.bytes_mut())?;
+                let memfd = Arc::new(memfd.seal()?);
+                Self::describe(memfd.clone(), Some(memfd), [embed, head], epoch)
+            }
+        }
+    }
+
+    /// Uses another process's shared weights where they are mapped. `region` is checked against every offset and
+    /// checksum of `grant`; errors name the tensor or the epochs.
+    pub fn import(region: Arc<dyn Region>, grant: &Grant, expected: Epoch) -> Result<Self> {
+        grant.verify(region.as_ref(), expected)?;
+        let embed = granted_view(&region, grant, EMBED)?;
+        let head = granted_view(&region, grant, HEAD)?;
+        Ok(Self { memfd: None, grant: grant.clone(), embed, head })
+    }
+
+    fn describe(
+        region: Arc<dyn Region>,
+        memfd: Option<Arc<Memfd>>,
+        placed: [Placement; 2],
+        epoch: Epoch,
+    ) -> Result<Self> {
+        let tensors =
+            placed.iter().map(|tensor| tensor.grant(region.as_ref())).collect::<Result<Vec<_>, _>>()?;
+        let grant = Grant {
+            epoch,
+            export_id: 1,
+            kind: region.kind(),
+            bytes: region.bytes().len() as u64,
+            tensors,
+            ring: None,
+            device: "cpu".to_owned(),
+        };
+        let embed = granted_view(&region, &grant, EMBED)?;
+        let head = granted_view(&region, &grant, HEAD)?;
+        Ok(Self { memfd, grant, embed, head })
+    }
+
+    /// What an importer needs to map and verify these weights.
+    pub fn grant(&self) -> &Grant {
+        &self.grant
+    }
+
+    /// Embedding and head as granted tensors, with checksums.
+    pub fn manifest(&self) -> &[TensorGrant] {
+        &self.grant.tensors
+    }
+
+    /// The memfd to pass to importers, if these weights were built in one by this process.
+    pub fn memfd(&self) -> Option<&Arc<Memfd>> {
+        self.memfd.as_ref()
+    }
+
+    /// The memory both tensors lie in.
+    pub fn region(&self) -> &Arc<dyn Region> {
+        &self.embed.region
+    }
+
+    /// Embedding `[V, H]`, row-major.
+    pub fn embed_view(&self) -> &WeightView {
+        &self.embed
+    }
+
+    /// Head `[V, H]`.
+    pub fn head_view(&self) -> &WeightView {
+        &self.head
+    }
+
+    /// Vocabulary size `V`.
+    pub fn vocab(&self) -> usize {
+        self.embed.shape[0]
+    }
+
+    /// Hidden size `Ht` of the target.
+    pub fn hidden(&self) -> usize {
+        self.embed.shape[1]
+    }
+
+    /// Identity of the weights, the same in every process and boot that serves this target.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        let mut hasher = blake3::Hasher::new();
+        for tensor in &self.grant.tensors {
+            hasher.update(tensor.name.as_bytes()).update(tensor.layout.as_bytes());
+            for size in &tensor.shape {
+                hasher.update(&size.to_le_bytes());
+            }
+            hasher.update(&tensor.checksum);
+        }
+        hasher.finalize().into()
+    }
+
+    pub(crate) fn embedding(&self) -> Result<Embedding> {
+        Ok(Embedding::new(&self.embed)?)
+    }
+
+    pub(crate) fn head(&self, cpu: &Cpu) -> Result<Linear> {
+        Ok(match self.head.layout {
+            Layout::Bf16Tile16 => Linear::from_tiles(cpu, &self.head)?,
+            _ => Linear::pack(cpu, &self.head)?,
+        })
+    }
+
+    /// Errors unless the tensors are `[vocab, hidden]`.
+    pub(crate) fn check(&self, vocab: usize, hidden: usize) -> Result<()> {
+        let sizes = [
+            ("embedding rows", vocab, self.embed.shape[0]),
+            ("embedding width", hidden, self.embed.shape[1]),
+            ("head rows", vocab, self.head.shape[0]),
+            ("head width", hidden, self.head.shape[1]),
+        ];
+        match sizes.into_iter().find(|(_, expected, got)| expected != got) {
+            Some((what, expected, got)) => Err(ModelError::Mismatch { what, expected, got }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Placement {
+    /// Places `view` at the first aligned offset from `start`, in tiles if it is bf16 and `tiled` is wanted.
+    fn at(name: &'static str, view: WeightView, start: usize, tiled: bool) -> Result<Self> {
+        let (layout, bytes) = match view.layout {
+            Layout::Bf16 if tiled => (Layout::Bf16Tile16, Linear::tile_bytes(view.shape)),
+            Layout::F32 | Layout::F16 | Layout::Bf16 => (view.layout, view.bytes().len()),
+            other => return Err(ModelError::Unsupported { what: name, value: other.to_string() }),
+        };
+        Ok(Self { name, view, layout, offset: start.next_multiple_of(ALIGN), bytes })
+    }
+
+    fn end(&self) -> usize {
+        self.offset + self.bytes
+    }
+
+    fn write(&self, region: &mut [u8]) -> Result<()> {
+        let target = &mut region[self.offset..self.offset + self.bytes];
+        match self.layout {
+            Layout::Bf16Tile16 => Linear::write_tiles(&self.view, target)?,
+            _ => target.copy_from_slice(self.view.bytes()),
+        }
+        Ok(())
+    }
+
+    fn grant(&self, region: &dyn Region) -> Result<TensorGrant, GrantError> {
+        let shape = self.view.shape.map(|size| size as u64);
+        // Tiles are granted with the shape they encode, which needs no more bytes than they have.
+        let dtype = self.view.layout.to_string();
+        let mut tensor = TensorGrant::row_major(region, self.name, &dtype, &shape, self.offset as u64)?;
+        if self.layout == Layout::Bf16Tile16 {
+            tensor.layout = TILED.to_owned();
+            tensor.bytes = self.bytes as u64;
+            tensor.checksum = blake3::hash(tensor.slice(region)?).into();
+        }
+        Ok(tensor)
+    }
+}
+
+/// The tensor `name` of a verified grant.
+fn granted_view(region: &Arc<dyn Region>, grant: &Grant, name: &'static str) -> Result<WeightView> {
+    let tensor = grant
+        .tensor(name)
+        .ok_or(ModelError::NotGranted { export_id: grant.export_id, name })?;
+    let layout = match (tensor.layout.as_str(), tensor.dtype.to_ascii_lowercase().as_str()) {
+        (TILED, "bf16") => Layout::Bf16Tile16,
+        (PLAIN, "bf16") => Layout::Bf16,
+        (PLAIN, "f16") => Layout::F16,
+        (PLAIN, "f32") => Layout::F32,
+        (layout, dtype) => {
+            return Err(ModelError::Unsupported { what: name, value: format!("layout {layout} of {dtype}") });
+        }
+    };
+    let &[rows, width] = tensor.shape.as_slice() else {
+        return Err(ModelError::Mismatch { what: "rank of a granted weight", expected: 2, got: tensor.shape.len() });
+    };
+    let shape = [rows as usize, width as usize];
+    let bytes = match layout {
+        Layout::Bf16Tile16 => Linear::tile_bytes(shape),
+        Layout::F32 => rows as usize * width as usize * 4,
+        _ => rows as usize * width as usize * 2,
+    };
+    let got = tensor.bytes as usize;
+    if bytes != got {
+        return Err(ModelError::Mismatch { what: "bytes of a granted weight", expected: bytes, got });
+    }
+    let data = tensor.offset as usize..tensor.offset as usize + bytes;
+    Ok(WeightView { region: Arc::clone(region), layout, shape, data, scales: None })
+}
