@@ -56,7 +56,6 @@ pub async fn run(
     let listener = Listener::bind(&options.listen).await.map_err(DraftError::Listen)?;
     let ready = Ready { address: listener.address().clone() };
     let (engine, engine_ended) = EngineHandle::start(EngineSizes {
-        cache_tokens: options.cache_tokens,
         max_sequences: options.max_sequences,
         max_draft_tokens: options.max_draft_tokens,
     })

@@ -19,6 +19,9 @@ use crate::engine::Attachment;
 /// How long the target's door may take to hand out the descriptors.
 const DOOR_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Slots a page of the draft's cache.
+const PAGE_ROWS: usize = 32;
+
 /// Why a grant that fits could not be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ImportError {
@@ -56,6 +59,7 @@ pub(crate) fn import(
     checkpoint: &DraftCheckpoint,
     aux: &AuxIds,
     cpu: &Cpu,
+    cache_tokens: usize,
 ) -> Result<Imported, ImportError> {
     let token = Token::try_from(grant.token.as_ref())
         .map_err(|_| ImportError::Token { given: grant.token.len() })?;
@@ -71,8 +75,9 @@ pub(crate) fn import(
     let shared = SharedWeights::import(region, &granted, epoch)?;
     let capture = CaptureSet::new(&aux.canonical, grant.layers as usize)?;
     let head = Eagle3Head::load(checkpoint, &capture, &shared, cpu)?;
+    let cache = head.new_cache(cache_tokens, PAGE_ROWS)?;
     let (context, vocab) = (grant.context_length as usize, grant.vocab_size as usize);
-    let attachment = Attachment { epoch: grant.epoch, head, ring, context, vocab };
+    let attachment = Attachment { epoch: grant.epoch, head, cache, ring, context, vocab };
     Ok(Imported { attachment, mapped, mapped_bytes: granted.bytes })
 }
 

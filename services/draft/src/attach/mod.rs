@@ -155,7 +155,9 @@ impl Attacher {
         let (checkpoint, cpu) = (Arc::clone(&self.checkpoint), self.cpu.clone());
         let (epoch, fingerprint) = (grant.epoch, grant.fingerprint.clone());
         let aux_rule = format!("{:?} ({})", aux.canonical, aux.rule);
-        let import = tokio::task::spawn_blocking(move || import::import(&grant, &checkpoint, &aux, &cpu));
+        let tokens = self.options.cache_tokens;
+        let import =
+            tokio::task::spawn_blocking(move || import::import(&grant, &checkpoint, &aux, &cpu, tokens));
         let imported = tokio::select! {
             imported = import => imported.map_err(NoLease::Loader)??,
             _ = wait_for_end(grants) => return Err(NoLease::LostEarly),

@@ -18,9 +18,6 @@ use super::step::Step;
 use super::store::Store;
 use super::{Attachment, EngineSizes};
 
-/// Slots a page of the draft's cache.
-const PAGE_ROWS: usize = 32;
-
 /// Work in the order of its arrival.
 #[derive(Debug)]
 pub(super) enum Work {
@@ -45,8 +42,7 @@ pub(super) struct Attached {
 
 impl Attached {
     pub(super) fn new(attachment: Attachment, sizes: EngineSizes) -> Self {
-        let Attachment { epoch, head, ring, context, vocab } = attachment;
-        let cache = head.new_cache(sizes.cache_tokens, PAGE_ROWS);
+        let Attachment { epoch, head, cache, ring, context, vocab } = attachment;
         let store = Store::new(cache.allocator(), sizes.max_sequences);
         let (draft_vocab, max_draft_tokens) = (head.draft_vocab(), sizes.max_draft_tokens);
         let limits = Limits { vocab, draft_vocab, context, max_draft_tokens };

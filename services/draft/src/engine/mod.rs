@@ -15,7 +15,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use eyrie_model::{Eagle3Head, ModelError};
+use eyrie_model::{DraftCache, Eagle3Head, ModelError};
 use eyrie_region::RingReader;
 use eyrie_speculation::{GrowError, ProposalError};
 use eyrie_wire::v1::{draft_item::Op, draft_out::Body};
@@ -35,6 +35,8 @@ const QUEUE: usize = 1024;
 pub(crate) struct Attachment {
     pub(crate) epoch: u64,
     pub(crate) head: Eagle3Head,
+    /// An empty cache of that head.
+    pub(crate) cache: DraftCache,
     pub(crate) ring: RingReader,
     /// Tokens of a sequence at most.
     pub(crate) context: usize,
@@ -44,7 +46,6 @@ pub(crate) struct Attachment {
 /// Sizes of the engine.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct EngineSizes {
-    pub(crate) cache_tokens: usize,
     pub(crate) max_sequences: usize,
     pub(crate) max_draft_tokens: usize,
 }
@@ -138,16 +139,15 @@ impl Engine {
     fn take_in(&mut self) -> bool {
         let busy = self.attached.as_ref().is_some_and(Attached::is_busy);
         if self.queue.is_empty() && !busy {
-            match self.mailbox.blocking_recv() {
-                Some(command) if self.handle(command) => {}
-                _ => return false,
+            let Some(command) = self.mailbox.blocking_recv() else { return false };
+            if !self.handle(command) {
+                return false;
             }
         }
         while self.queue.len() < QUEUE {
-            match self.mailbox.try_recv() {
-                Ok(command) if self.handle(command) => {}
-                Ok(_) => return false,
-                Err(_) => break,
+            let Ok(command) = self.mailbox.try_recv() else { break };
+            if !self.handle(command) {
+                return false;
             }
         }
         true
