@@ -1,4 +1,5 @@
 //! The tokenizer of the bundled demo pair, against ids made by the reference implementation.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
 
 use std::{fs, path::Path, sync::LazyLock};
 
@@ -48,6 +49,14 @@ fn special_tokens_are_read_and_skipped() {
     assert_eq!(MINI.decode(&ids, true).unwrap(), "ab");
     assert_eq!(MINI.decode(&ids, false).unwrap(), "a<|end|>b");
     assert_eq!(MINI.token_bytes(ids[1]).unwrap(), b"<|end|>");
+}
+
+#[test]
+fn an_added_token_that_is_not_special_has_text() {
+    let mut json = mini_json();
+    json["added_tokens"][4]["special"] = json!(false);
+    let tokenizer = Tokenizer::from_files(&files(&json, None)).unwrap();
+    assert_eq!(tokenizer.decode(&[3, 4], true).unwrap(), "<|end|>");
 }
 
 #[test]

@@ -105,16 +105,12 @@ impl Sampler {
     fn nucleus_of_all(&mut self, logits: &[f32], mass: f64, total: f64) {
         let Self { weights, keys } = self;
         // All tokens lighter than this weigh together at most half of what top-p may drop, so the
-        // set is found without them; rounding can deny that only for top_p next to 1.
+        // set is found without them; top_p is an f32 below 1, so that half dwarfs all rounding.
         let floor = 0.5 * (total - mass) / logits.len() as f64;
-        for floor in [floor, f64::NEG_INFINITY] {
-            let heavy = logits.iter().zip(&*weights).enumerate().filter(|(_, (_, w))| **w >= floor);
-            keys.clear();
-            keys.extend(heavy.map(|(id, (&logit, _))| filter::key(id as u32, logit)));
-            if filter::nucleus(keys, mass, |key| weights[filter::id(key) as usize]) {
-                break;
-            }
-        }
+        let heavy = logits.iter().zip(&*weights).enumerate().filter(|(_, (_, w))| **w >= floor);
+        keys.clear();
+        keys.extend(heavy.map(|(id, (&logit, _))| filter::key(id as u32, logit)));
+        filter::nucleus(keys, mass, |key| weights[filter::id(key) as usize]);
     }
 
     /// Inverse CDF over the whole row, min-p applied on the way.
@@ -186,6 +182,14 @@ fn argmax(logits: &[f32], position: u32) -> Result<u32, SampleError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_inverse_cdf_skips_weightless_tokens_and_never_runs_out() {
+        let draw = |weights: &[(u32, f64)], u| inverse_cdf(weights.iter().copied(), 2.0, u);
+        assert_eq!(draw(&[(3, 0.0), (5, 1.0), (6, 1.0)], 0.0), 5);
+        assert_eq!(draw(&[(3, 0.0), (5, 1.0), (6, 1.0)], 0.5), 6);
+        assert_eq!(draw(&[(3, 1.0), (5, 1.0), (6, 0.0)], 1.0), 5);
+    }
 
     #[test]
     fn greedy_leaves_the_scratch_unallocated() {
