@@ -1,87 +1,25 @@
-//! Grants of shared memory as they travel.
+//! Grants of shared memory on the wire.
 
-use eyrie_region::{Epoch, Grant, RingError, RingGeometry, TensorGrant, UnknownKind};
+use eyrie_region::{Epoch, Grant, RegionKind, RingGeometry, TensorGrant};
 
 use crate::v1;
 
-/// A grant message that no exporter makes.
-#[derive(Debug, thiserror::Error)]
-pub enum GrantWireError {
-    /// The region's kind.
-    #[error(transparent)]
-    Kind(#[from] UnknownKind),
-    /// A checksum of another length.
-    #[error("tensor {tensor}: checksum must be 32 bytes, given {given}")]
-    Checksum {
-        /// The tensor.
-        tensor: String,
-        /// Bytes given.
-        given: usize,
-    },
-    /// A ring that cannot be.
-    #[error(transparent)]
-    Ring(#[from] RingError),
-    /// A ring whose size and geometry disagree.
-    #[error("ring: its geometry takes {wanted} bytes, the grant says {given}")]
-    RingBytes {
-        /// Bytes of that geometry.
-        wanted: u64,
-        /// Bytes given.
-        given: u64,
-    },
+/// A grant message that does not describe a grant.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("grant: {field} must be {limit}, given {given}")]
+pub struct GrantMessageError {
+    field: &'static str,
+    limit: &'static str,
+    given: String,
 }
 
-/// The message for `grant`; its epoch and ring travel beside it, in `LeaseGrant`.
+fn refuse(field: &'static str, limit: &'static str, given: impl ToString) -> GrantMessageError {
+    GrantMessageError { field, limit, given: given.to_string() }
+}
+
+/// The message for `grant`. Epoch and ring travel beside it, in `LeaseGrant`.
 pub fn grant_to_wire(grant: &Grant) -> v1::Grant {
-    v1::Grant {
-        kind: grant.kind.to_string(),
-        device: grant.device.clone(),
-        export_id: grant.export_id,
-        bytes: grant.bytes,
-        tensors: grant.tensors.iter().map(tensor_to_wire).collect(),
-    }
-}
-
-/// The grant in `message`, of boot `epoch` and without a ring.
-///
-/// # Errors
-/// An unknown kind, or a checksum that is not 32 bytes. Whether it describes the memory is `Grant::verify`'s to say.
-pub fn grant_from_wire(message: &v1::Grant, epoch: Epoch) -> Result<Grant, GrantWireError> {
-    Ok(Grant {
-        epoch,
-        export_id: message.export_id,
-        kind: message.kind.parse()?,
-        bytes: message.bytes,
-        tensors: message.tensors.iter().map(tensor_from_wire).collect::<Result<_, _>>()?,
-        ring: None,
-        device: message.device.clone(),
-    })
-}
-
-/// The message for a ring of `geometry`.
-///
-/// # Errors
-/// A geometry that has no size.
-pub fn ring_to_wire(geometry: RingGeometry) -> Result<v1::RingGrant, GrantWireError> {
-    let RingGeometry { slots, slot_rows, row_width } = geometry;
-    Ok(v1::RingGrant { bytes: geometry.byte_len()?, slots, slot_rows, row_width })
-}
-
-/// The geometry in `message`.
-///
-/// # Errors
-/// A geometry that has no size, or another size than the message says.
-pub fn ring_from_wire(message: &v1::RingGrant) -> Result<RingGeometry, GrantWireError> {
-    let &v1::RingGrant { bytes, slots, slot_rows, row_width } = message;
-    let geometry = RingGeometry { slots, slot_rows, row_width };
-    match geometry.byte_len()? {
-        wanted if wanted == bytes => Ok(geometry),
-        wanted => Err(GrantWireError::RingBytes { wanted, given: bytes }),
-    }
-}
-
-fn tensor_to_wire(tensor: &TensorGrant) -> v1::TensorGrant {
-    v1::TensorGrant {
+    let tensor = |tensor: &TensorGrant| v1::TensorGrant {
         name: tensor.name.clone(),
         layout: tensor.layout.clone(),
         dtype: tensor.dtype.clone(),
@@ -89,75 +27,133 @@ fn tensor_to_wire(tensor: &TensorGrant) -> v1::TensorGrant {
         strides: tensor.strides.clone(),
         offset: tensor.offset,
         bytes: tensor.bytes,
-        checksum: tensor.checksum.to_vec().into(),
+        checksum: bytes::Bytes::copy_from_slice(&tensor.checksum),
+    };
+    v1::Grant {
+        kind: grant.kind.to_string(),
+        device: grant.device.clone(),
+        export_id: grant.export_id,
+        bytes: grant.bytes,
+        tensors: grant.tensors.iter().map(tensor).collect(),
     }
 }
 
-fn tensor_from_wire(message: &v1::TensorGrant) -> Result<TensorGrant, GrantWireError> {
-    let checksum = message.checksum.as_ref().try_into().map_err(|_| GrantWireError::Checksum {
-        tensor: message.name.clone(),
-        given: message.checksum.len(),
-    })?;
+/// The message for a ring; its `bytes` are 0 when the geometry is not one a ring can have.
+pub fn ring_to_wire(ring: &RingGeometry) -> v1::RingGrant {
+    v1::RingGrant {
+        bytes: ring.byte_len().unwrap_or(0),
+        slots: ring.slots,
+        slot_rows: ring.slot_rows,
+        row_width: ring.row_width,
+    }
+}
+
+/// The grant that a lease speaks of, ring included.
+///
+/// # Errors
+/// Names the field that is missing, unknown or out of range. Whether the grant is true is for
+/// `Grant::verify` and `RingReader::open` to find out against the memory itself.
+pub fn grant_from_wire(lease: &v1::LeaseGrant) -> Result<Grant, GrantMessageError> {
+    let epoch = Epoch::try_from(lease.epoch).map_err(|_| refuse("epoch", "non-zero", 0))?;
+    let weights = lease.weights.as_ref().ok_or_else(|| refuse("weights", "set", "none"))?;
+    let kind: RegionKind = weights
+        .kind
+        .parse()
+        .map_err(|_| refuse("weights.kind", "a known kind of region", format!("\"{}\"", weights.kind)))?;
+    let tensors: Result<Vec<TensorGrant>, _> = weights.tensors.iter().map(tensor_from_wire).collect();
+    Ok(Grant {
+        epoch,
+        export_id: weights.export_id,
+        kind,
+        bytes: weights.bytes,
+        tensors: tensors?,
+        ring: lease.ring.as_ref().map(ring_from_wire).transpose()?,
+        device: weights.device.clone(),
+    })
+}
+
+fn tensor_from_wire(tensor: &v1::TensorGrant) -> Result<TensorGrant, GrantMessageError> {
+    let checksum: [u8; 32] = tensor
+        .checksum
+        .as_ref()
+        .try_into()
+        .map_err(|_| refuse("tensor checksum", "32 bytes", format!("{} bytes", tensor.checksum.len())))?;
     Ok(TensorGrant {
-        name: message.name.clone(),
-        layout: message.layout.clone(),
-        dtype: message.dtype.clone(),
-        shape: message.shape.clone(),
-        strides: message.strides.clone(),
-        offset: message.offset,
-        bytes: message.bytes,
+        name: tensor.name.clone(),
+        layout: tensor.layout.clone(),
+        dtype: tensor.dtype.clone(),
+        shape: tensor.shape.clone(),
+        strides: tensor.strides.clone(),
+        offset: tensor.offset,
+        bytes: tensor.bytes,
         checksum,
     })
+}
+
+fn ring_from_wire(ring: &v1::RingGrant) -> Result<RingGeometry, GrantMessageError> {
+    let geometry = RingGeometry { slots: ring.slots, slot_rows: ring.slot_rows, row_width: ring.row_width };
+    match geometry.byte_len() {
+        Ok(bytes) if bytes == ring.bytes => Ok(geometry),
+        Ok(_) => Err(refuse("ring.bytes", "the size of its geometry", ring.bytes)),
+        Err(_) => Err(refuse("ring", "at least one slot, row and value", format!("{geometry:?}"))),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use eyrie_region::RegionKind;
 
     fn grant() -> Grant {
         let tensor = TensorGrant {
             name: "embed_tokens".to_owned(),
             layout: "bf16".to_owned(),
             dtype: "bf16".to_owned(),
-            shape: vec![4, 2],
-            strides: vec![2, 1],
+            shape: vec![4, 8],
+            strides: vec![8, 1],
             offset: 64,
-            bytes: 16,
+            bytes: 64,
             checksum: [7; 32],
         };
         Grant {
-            epoch: Epoch::random().unwrap(),
+            epoch: Epoch::try_from(9).unwrap(),
             export_id: 3,
             kind: RegionKind::Memfd,
             bytes: 128,
             tensors: vec![tensor],
-            ring: None,
+            ring: Some(RingGeometry { slots: 4, slot_rows: 8, row_width: 12 }),
             device: "cpu".to_owned(),
         }
     }
 
-    #[test]
-    fn a_grant_comes_back_as_it_went() {
-        let grant = grant();
-        assert_eq!(grant_from_wire(&grant_to_wire(&grant), grant.epoch).unwrap(), grant);
-        let geometry = RingGeometry { slots: 3, slot_rows: 5, row_width: 7 };
-        assert_eq!(ring_from_wire(&ring_to_wire(geometry).unwrap()).unwrap(), geometry);
+    fn lease(grant: &Grant) -> v1::LeaseGrant {
+        v1::LeaseGrant {
+            epoch: grant.epoch.get(),
+            weights: Some(grant_to_wire(grant)),
+            ring: grant.ring.as_ref().map(ring_to_wire),
+            ..Default::default()
+        }
     }
 
     #[test]
-    fn malformed_messages_are_refused_by_name() {
-        let good = grant();
-        let mut wire = grant_to_wire(&good);
-        wire.tensors[0].checksum = vec![0; 31].into();
-        let error = grant_from_wire(&wire, good.epoch).unwrap_err();
-        assert_eq!(error.to_string(), "tensor embed_tokens: checksum must be 32 bytes, given 31");
-        wire.kind = "tape".to_owned();
-        assert!(grant_from_wire(&wire, good.epoch).unwrap_err().to_string().contains("\"tape\""));
-        let mut ring = ring_to_wire(RingGeometry { slots: 3, slot_rows: 5, row_width: 7 }).unwrap();
-        ring.slots = 0;
-        assert!(ring_from_wire(&ring).is_err());
-        ring.slots = 4;
-        assert!(ring_from_wire(&ring).unwrap_err().to_string().contains("the grant says"));
+    fn a_grant_survives_the_wire() {
+        assert_eq!(grant_from_wire(&lease(&grant())), Ok(grant()));
+        let without_ring = Grant { ring: None, ..grant() };
+        assert_eq!(grant_from_wire(&lease(&without_ring)), Ok(without_ring));
+    }
+
+    #[test]
+    fn false_messages_name_the_field() {
+        let line = |change: fn(&mut v1::LeaseGrant)| {
+            let mut lease = lease(&grant());
+            change(&mut lease);
+            grant_from_wire(&lease).unwrap_err().to_string()
+        };
+        assert_eq!(line(|l| l.epoch = 0), "grant: epoch must be non-zero, given 0");
+        assert!(line(|l| l.weights = None).contains("weights"));
+        assert!(line(|l| l.weights.as_mut().unwrap().kind = "cuda".into()).contains("\"cuda\""));
+        assert!(line(|l| l.ring.as_mut().unwrap().bytes += 1).contains("ring.bytes"));
+        assert!(line(|l| l.ring.as_mut().unwrap().slots = 0).contains("slots: 0"));
+        let short = |l: &mut v1::LeaseGrant| l.weights.as_mut().unwrap().tensors[0].checksum = vec![1].into();
+        assert!(line(short).contains("given 1 bytes"));
     }
 }

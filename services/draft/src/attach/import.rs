@@ -9,10 +9,10 @@ use eyrie_checkpoint::{AuxIds, DraftCheckpoint};
 use eyrie_kernels::Cpu;
 use eyrie_model::{CaptureSet, Eagle3Head, ModelError, SharedWeights};
 use eyrie_region::{
-    DoorError, Epoch, FdDoor, ImportedMemfd, Region, RegionError, RingError, RingReader, Token,
+    DoorError, FdDoor, ImportedMemfd, Region, RegionError, RingError, RingReader, Token,
 };
 use eyrie_wire::v1::LeaseGrant;
-use eyrie_wire::{GrantWireError, grant_from_wire, ring_from_wire};
+use eyrie_wire::{GrantMessageError, grant_from_wire};
 
 use crate::engine::Attachment;
 
@@ -27,12 +27,10 @@ const PAGE_ROWS: usize = 32;
 pub(crate) enum ImportError {
     #[error("grant: token must be 32 bytes, given {given}")]
     Token { given: usize },
-    #[error("grant: epoch must not be 0")]
-    NoEpoch,
-    #[error("grant: no {0}")]
-    Missing(&'static str),
-    #[error("grant: {0}")]
-    Wire(#[from] GrantWireError),
+    #[error("grant: no feature ring")]
+    NoRing,
+    #[error(transparent)]
+    Grant(#[from] GrantMessageError),
     #[error("grant: descriptors must be [weights, ring], given {given}")]
     Descriptors { given: usize },
     #[error(transparent)]
@@ -63,11 +61,9 @@ pub(crate) fn import(
 ) -> Result<Imported, ImportError> {
     let token = Token::try_from(grant.token.as_ref())
         .map_err(|_| ImportError::Token { given: grant.token.len() })?;
-    let epoch = Epoch::try_from(grant.epoch).map_err(|_| ImportError::NoEpoch)?;
-    let weights = grant.weights.as_ref().ok_or(ImportError::Missing("weights"))?;
-    let ring = grant.ring.as_ref().ok_or(ImportError::Missing("feature ring"))?;
-    let granted = grant_from_wire(weights, epoch)?;
-    let geometry = ring_from_wire(ring)?;
+    let granted = grant_from_wire(grant)?;
+    let epoch = granted.epoch;
+    let geometry = granted.ring.ok_or(ImportError::NoRing)?;
     let [weights, ring] = descriptors(FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?)?;
     let region: Arc<dyn Region> = Arc::new(ImportedMemfd::import(weights, granted.bytes)?);
     let ring = RingReader::open(ring, geometry, epoch)?;
