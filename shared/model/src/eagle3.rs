@@ -139,7 +139,11 @@ impl Eagle3Head {
     pub fn to_target_id(&self, draft_id: u32) -> Result<u32> {
         let vocab = self.draft_vocab();
         if draft_id as usize >= vocab {
-            return Err(ModelError::Mismatch { what: "draft id below the draft vocabulary", expected: vocab, got: draft_id as usize });
+            return Err(ModelError::Mismatch {
+                what: "draft id below the draft vocabulary",
+                expected: vocab,
+                got: draft_id as usize,
+            });
         }
         Ok(self.target_ids.as_ref().map_or(draft_id, |ids| ids[draft_id as usize]))
     }
@@ -161,7 +165,8 @@ impl Eagle3Head {
         for (sequence, rows) in batch.iter().enumerate() {
             let (slot, len) = (rows.base_slot, rows.table.len());
             if slot > len {
-                let reason = format!("an extend must start within the {len} committed slots, got slot {slot}");
+                let reason =
+                    format!("an extend must start within the {len} committed slots, got slot {slot}");
                 return Err(ModelError::Rows { sequence, reason });
             }
         }
@@ -173,7 +178,9 @@ impl Eagle3Head {
         for (sequence, rows) in batch.iter().enumerate() {
             let (slot, len) = (rows.base_slot, rows.table.len());
             if slot < len || len == 0 {
-                let reason = format!("a step must start behind the {len} committed slots, at least 1, got slot {slot}");
+                let reason = format!(
+                    "a step must start behind the {len} committed slots, at least 1, got slot {slot}"
+                );
                 return Err(ModelError::Rows { sequence, reason });
             }
         }

@@ -144,7 +144,10 @@ impl Block<'_> {
             ragged.tails.push(self.pool_slot(self.committed + node as u32, page_rows)?);
             next = parent(node);
             if next.is_some_and(|parent| parent >= node) {
-                return Err(format!("parent of node {node} must come before it, got {}", next.unwrap_or(node)));
+                return Err(format!(
+                    "parent of node {node} must come before it, got {}",
+                    next.unwrap_or(node)
+                ));
             }
         }
         ragged.tails[start..].reverse();
@@ -163,6 +166,13 @@ impl Block<'_> {
         let capacity = self.table.capacity(page_rows);
         if end > capacity {
             return Err(format!("{end} slots needed, {capacity} reserved"));
+        }
+        if u32::try_from(end).ok().and_then(|end| self.origin.checked_add(end)).is_none() {
+            return Err(format!(
+                "positions must stay below {}, got origin {} and {end} slots",
+                u32::MAX,
+                self.origin
+            ));
         }
         if self.first_slot < self.committed {
             return Err(format!("first slot {} lies in the {} committed", self.first_slot, self.committed));

@@ -1,9 +1,7 @@
 //! Greedy continuations and speculative rounds of the demo pair, computed by an independent implementation.
 
-mod common;
-
-use common::driver::Pair;
-use common::{Pool, argmax_rows, cpu, deepseek, demo, draft, workspace};
+use crate::common::driver::Pair;
+use crate::common::{Pool, argmax_rows, cpu, deepseek, demo, draft, workspace};
 use eyrie_checkpoint::{DraftCheckpoint, aux_ids};
 use eyrie_model::{CaptureSet, DeepSeek, Eagle3Head, LogitRows, SeqTable, TargetModel};
 use serde_json::Value;
@@ -48,7 +46,11 @@ fn greedy_continuations_are_the_goldens() {
         out.push(argmax_rows(&first.logits.unwrap()));
     }
     for _ in 1..96 {
-        let next = pool.feed_each(&mut target, &mut tables, &out.iter().map(|o| *o.last().unwrap()).collect::<Vec<_>>());
+        let next = pool.feed_each(
+            &mut target,
+            &mut tables,
+            &out.iter().map(|o| *o.last().unwrap()).collect::<Vec<_>>(),
+        );
         for (tokens, id) in out.iter_mut().zip(argmax_rows(&next.logits.unwrap())) {
             tokens.push(id);
         }

@@ -31,7 +31,12 @@ pub(crate) struct Tree {
 
 impl<'a> Pair<'a> {
     /// Prefills `prompt` and emits the first token.
-    pub(crate) fn start(target: &'a mut dyn TargetModel, draft: &'a mut Eagle3Head, prompt: &[u32], room: usize) -> Self {
+    pub(crate) fn start(
+        target: &'a mut dyn TargetModel,
+        draft: &'a mut Eagle3Head,
+        prompt: &[u32],
+        room: usize,
+    ) -> Self {
         let mut pool = Pool::new(target, room);
         let mut table = SeqTable::default();
         let out = pool.feed(target, &mut table, prompt, LogitRows::Last);
@@ -111,7 +116,8 @@ impl<'a> Pair<'a> {
         let base_len = self.kv_len();
         let end = base_len as usize + tree.tokens.len();
         self.pool.pages.reserve(&mut self.table, end).unwrap();
-        let rows = SeqRows { table: &self.table, base_len, tokens: &tree.tokens, parents, logits: LogitRows::All };
+        let rows =
+            SeqRows { table: &self.table, base_len, tokens: &tree.tokens, parents, logits: LogitRows::All };
         let out = self.target.forward(&[rows], &mut self.pool.cache).unwrap();
         self.aux = out.aux.unwrap();
         argmax_rows(&out.logits.unwrap())

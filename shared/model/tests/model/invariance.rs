@@ -1,8 +1,6 @@
 //! A row's logits are the same bits whatever runs beside it, however its prefix was cut, on any number of threads.
 
-mod common;
-
-use common::{Pool, cpu, deepseek, demo, values};
+use crate::common::{Pool, cpu, deepseek, demo, values};
 use eyrie_model::{CaptureSet, DeepSeek, ForwardOut, Keep, LogitRows, SeqRows, SeqTable, TargetModel};
 
 const ROOM: usize = 2048;
@@ -120,7 +118,10 @@ fn tree_nodes_are_bit_equal_to_the_chains_of_their_ancestors() {
         let chain: Vec<u32> = prompt.iter().copied().chain(path.iter().map(|&n| nodes[n])).collect();
         let (want_logits, want_aux) = alone(1, &chain);
         assert!(logits[node * width..][..width] == want_logits[(chain.len() - 1) * width..], "node {node}");
-        assert!(aux[node * aux_width..][..aux_width] == want_aux[(chain.len() - 1) * aux_width..], "node {node}");
+        assert!(
+            aux[node * aux_width..][..aux_width] == want_aux[(chain.len() - 1) * aux_width..],
+            "node {node}"
+        );
     }
 
     // The accepted path 0, 2, 5, 7 goes on as if it had been a chain.

@@ -1,13 +1,11 @@
 //! Classic porting mistakes, one at a time: each must move a fixture's result out of the parity tolerance.
 
-mod common;
-
 use std::f64::consts::TAU;
 
-use common::fixtures::{LOGIT_TOLERANCE, VARIANTS, WHOLE, compare, expected, load, run};
-use common::{Expected, cpu, deepseek, deepseek_as, fixture, values};
-use eyrie_checkpoint::{Scoring, TargetCheckpoint, TargetConfig, TopkMethod, Yarn, layer_tensors};
+use crate::common::fixtures::{LOGIT_TOLERANCE, VARIANTS, WHOLE, compare, expected, load, run};
+use crate::common::{Expected, cpu, deepseek, deepseek_as, fixture, values};
 use eyrie_checkpoint::{FfnTensors, Layout};
+use eyrie_checkpoint::{Scoring, TargetCheckpoint, TargetConfig, TopkMethod, Yarn, layer_tensors};
 use eyrie_model::{LayerRoutes, TargetModel};
 
 /// How far a changed config moves the logits of a fixture.
@@ -70,23 +68,29 @@ fn frequencies_without_the_yarn_blend() {
         let (theta, dim) = (config.rope.theta, config.qk_rope_head_dim as f64);
         let yarn = yarn(config);
         // The ramp starts at the last dimension, so that every frequency is kept.
-        let rotations = |at: f64| yarn.original_max_position_embeddings as f64 / TAU * theta.powf(-2.0 * at / dim);
+        let rotations =
+            |at: f64| yarn.original_max_position_embeddings as f64 / TAU * theta.powf(-2.0 * at / dim);
         (yarn.beta_fast, yarn.beta_slow) = (rotations(dim - 1.5), rotations(dim - 0.5));
     });
 }
 
 #[test]
 fn routed_scale_ignored() {
-    let scaled = |config: &TargetConfig| config.moe.as_ref().is_some_and(|moe| moe.routed_scaling_factor != 1.0);
+    let scaled =
+        |config: &TargetConfig| config.moe.as_ref().is_some_and(|moe| moe.routed_scaling_factor != 1.0);
     assert_seen("routed scale", scaled, |config| config.moe.as_mut().unwrap().routed_scaling_factor = 1.0);
 }
 
 #[test]
 fn normalisation_inverted() {
-    assert_seen("norm_topk_prob", |_| true, |config| {
-        let moe = config.moe.as_mut().unwrap();
-        moe.norm_topk_prob = !moe.norm_topk_prob;
-    });
+    assert_seen(
+        "norm_topk_prob",
+        |_| true,
+        |config| {
+            let moe = config.moe.as_mut().unwrap();
+            moe.norm_topk_prob = !moe.norm_topk_prob;
+        },
+    );
 }
 
 /// Rotating halves is rotating pairs of a permuted head: the rope rows of the stored weights are permuted instead.
@@ -100,7 +104,12 @@ fn halves_rotated_instead_of_pairs() {
             let path = file.unwrap().path();
             let mut bytes = std::fs::read(&path).unwrap();
             if path.to_string_lossy().contains("model-0") {
-                permute_rope_rows(&mut bytes, &format!("self_attn.{query}.weight"), config.qk_nope_head_dim, &config);
+                permute_rope_rows(
+                    &mut bytes,
+                    &format!("self_attn.{query}.weight"),
+                    config.qk_nope_head_dim,
+                    &config,
+                );
                 permute_rope_rows(&mut bytes, "kv_a_proj_with_mqa.weight", config.kv_lora_rank, &config);
             }
             std::fs::write(dir.path().join(path.file_name().unwrap()), bytes).unwrap();
@@ -146,7 +155,9 @@ fn route(variant: &str, layer: &LayerRoutes, mistake: Mistake) -> (Vec<u32>, Vec
     let checkpoint = TargetCheckpoint::open(&fixture(variant)).unwrap();
     let config = checkpoint.config().moe.clone().unwrap();
     assert_eq!((config.scoring, config.method), (Scoring::Sigmoid, TopkMethod::NoAuxTc));
-    let FfnTensors::Moe(tensors) = layer_tensors(checkpoint.config(), layer.layer).ffn else { panic!("dense layer") };
+    let FfnTensors::Moe(tensors) = layer_tensors(checkpoint.config(), layer.layer).ffn else {
+        panic!("dense layer")
+    };
     let gate = checkpoint.linear(&tensors.router.name).unwrap();
     assert_eq!(gate.layout, Layout::Bf16);
     let gate: Vec<f64> = gate

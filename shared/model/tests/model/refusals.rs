@@ -1,8 +1,6 @@
 //! Bad rows are refused with a line that names what, the limit and the value, before anything is computed.
 
-mod common;
-
-use common::{Pool, cpu, deepseek, demo};
+use crate::common::{Pool, cpu, deepseek, demo};
 use eyrie_model::{CaptureSet, DeepSeek, Keep, LogitRows, SeqRows, SeqTable, TargetModel};
 
 fn mini() -> DeepSeek {
@@ -38,9 +36,12 @@ fn rows_that_cannot_be_run_name_the_limit_and_the_value() {
 #[test]
 fn capture_ids_must_be_streams_of_this_model_in_order() {
     let mut model = mini();
-    for (ids, part) in
-        [(&[][..], "empty"), (&[2, 2][..], "strictly increasing"), (&[4, 2][..], "strictly increasing"), (&[9][..], "allowed id is 8, got 9")]
-    {
+    for (ids, part) in [
+        (&[][..], "empty"),
+        (&[2, 2][..], "strictly increasing"),
+        (&[4, 2][..], "strictly increasing"),
+        (&[9][..], "allowed id is 8, got 9"),
+    ] {
         let error = CaptureSet::new(ids, 8).unwrap_err().to_string();
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }

@@ -1,11 +1,9 @@
 //! One copy of embedding and head, used where it lies by the target and by whoever imports it.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::driver::Pair;
-use common::{cpu, demo, draft};
+use crate::common::driver::Pair;
+use crate::common::{cpu, demo, draft};
 use eyrie_checkpoint::TargetCheckpoint;
 use eyrie_model::{Backing, CaptureSet, DeepSeek, EMBED, HEAD, SharedWeights, TargetModel};
 use eyrie_region::{Epoch, ImportedMemfd, Local, Region, RegionKind, mapping_usage};
@@ -104,5 +102,5 @@ fn the_fingerprint_is_of_the_weights_and_not_of_the_boot() {
         SharedWeights::build(&checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap().fingerprint()
     };
     assert_eq!(of(demo("mini")), of(demo("mini")));
-    assert_ne!(of(demo("mini")), of(common::fixture("v3")));
+    assert_ne!(of(demo("mini")), of(crate::common::fixture("v3")));
 }

@@ -1,5 +1,4 @@
 //! Models, fixtures and expected values shared by this crate's tests.
-#![allow(dead_code, reason = "each test binary uses a part")]
 
 pub(crate) mod driver;
 pub(crate) mod fixtures;
@@ -11,8 +10,8 @@ use candle_core::Tensor;
 use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint, TargetConfig};
 use eyrie_kernels::{Cpu, CpuOptions, Isa};
 use eyrie_model::{
-    Backing, CaptureSet, DeepSeek, Eagle3Head, ForwardOut, Keep, LatentCache, LogitRows, PageAllocator, SeqRows,
-    SeqTable, SharedWeights, TargetModel,
+    Backing, CaptureSet, DeepSeek, Eagle3Head, ForwardOut, Keep, LatentCache, LogitRows, PageAllocator,
+    SeqRows, SeqTable, SharedWeights, TargetModel,
 };
 use eyrie_region::Epoch;
 
@@ -62,7 +61,8 @@ impl Expected {
         let bytes = std::fs::read(path).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let tensors = file.iter().map(|(name, view)| {
-            let words = view.data().chunks_exact(view.data().len() / view.shape().iter().product::<usize>().max(1));
+            let words =
+                view.data().chunks_exact(view.data().len() / view.shape().iter().product::<usize>().max(1));
             let values = match view.dtype() {
                 safetensors::Dtype::F32 => {
                     words.map(|w| f64::from(f32::from_le_bytes(w.try_into().unwrap()))).collect()
@@ -107,9 +107,9 @@ pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
 /// Largest absolute difference; NaN counts as infinite.
 pub(crate) fn max_diff(got: &[f32], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
-    std::iter::zip(got, want)
-        .map(|(&g, &w)| (f64::from(g) - w).abs())
-        .fold(0.0, |max, d| if d > max || d.is_nan() { if d.is_nan() { f64::INFINITY } else { d } } else { max })
+    std::iter::zip(got, want).map(|(&g, &w)| (f64::from(g) - w).abs()).fold(0.0, |max, d| {
+        if d > max || d.is_nan() { if d.is_nan() { f64::INFINITY } else { d } } else { max }
+    })
 }
 
 pub(crate) fn argmax_rows(logits: &Tensor) -> Vec<u32> {
@@ -150,7 +150,12 @@ impl Pool {
 
 impl Pool {
     /// Runs one token of every sequence in one pass, with logits, and commits them.
-    pub(crate) fn feed_each(&mut self, model: &mut dyn TargetModel, tables: &mut [SeqTable], tokens: &[u32]) -> ForwardOut {
+    pub(crate) fn feed_each(
+        &mut self,
+        model: &mut dyn TargetModel,
+        tables: &mut [SeqTable],
+        tokens: &[u32],
+    ) -> ForwardOut {
         for table in tables.iter_mut() {
             let end = table.len() as usize + 1;
             self.pages.reserve(table, end).unwrap();

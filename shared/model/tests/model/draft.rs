@@ -1,8 +1,6 @@
 //! The EAGLE-3 head on the demo pair: chains, trees, batches and late joins.
 
-mod common;
-
-use common::{PAGE_ROWS, Pool, cpu, deepseek, demo, draft, values};
+use crate::common::{PAGE_ROWS, Pool, cpu, deepseek, demo, draft, values};
 use eyrie_model::{
     Aux, CaptureSet, DraftCache, DraftRows, DraftState, Eagle3Head, Feature, Keep, LogitRows, PageAllocator,
     SeqTable, TargetModel,
@@ -140,11 +138,12 @@ fn a_tree_of_steps_is_bit_equal_to_the_chains_it_holds() {
 
     // Nodes 1 and 2 hang on the root, 3 on 2 and 4 on 1.
     let parents = [0, 0, 2, 1];
-    let level = |bench: &mut Bench, base_slot, tokens: &[u32], feature: &DraftState, parents: Option<&[u16]>| {
-        let rows = DraftRows { table: &table, base_slot, origin: 0, tokens, feature, parents };
-        let out = bench.head.step(&mut bench.cache, &[rows]).unwrap();
-        (out.states, values(&out.logits))
-    };
+    let level =
+        |bench: &mut Bench, base_slot, tokens: &[u32], feature: &DraftState, parents: Option<&[u16]>| {
+            let rows = DraftRows { table: &table, base_slot, origin: 0, tokens, feature, parents };
+            let out = bench.head.step(&mut bench.cache, &[rows]).unwrap();
+            (out.states, values(&out.logits))
+        };
     let both = root.select(&[0, 0]).unwrap();
     let (first, logits_1) = level(&mut bench, 23, &[100, 200], &both, Some(&parents[..2]));
     let crossed = first.select(&[1, 0]).unwrap();
@@ -168,8 +167,14 @@ fn a_late_join_drafts_at_absolute_positions() {
     for origin in [from as u32, 0] {
         let mut table = SeqTable::default();
         bench.pages.reserve(&mut table, 30).unwrap();
-        let rows =
-            DraftRows { table: &table, base_slot: 0, origin, tokens: &tokens[from..], feature: &feature, parents: None };
+        let rows = DraftRows {
+            table: &table,
+            base_slot: 0,
+            origin,
+            tokens: &tokens[from..],
+            feature: &feature,
+            parents: None,
+        };
         logits.push(values(&bench.head.extend(&mut bench.cache, &[rows]).unwrap().logits));
     }
     // Rotation is relative, so another origin may only move the result by rounding.
@@ -184,8 +189,14 @@ fn positions_beyond_the_trained_length_are_computed() {
     assert_eq!(bench.head.trained_len(), 2048);
     let mut table = SeqTable::default();
     bench.pages.reserve(&mut table, 8).unwrap();
-    let rows =
-        DraftRows { table: &table, base_slot: 0, origin: 100_000, tokens: &tokens, feature: &feature, parents: None };
+    let rows = DraftRows {
+        table: &table,
+        base_slot: 0,
+        origin: 100_000,
+        tokens: &tokens,
+        feature: &feature,
+        parents: None,
+    };
     let logits = values(&bench.head.extend(&mut bench.cache, &[rows]).unwrap().logits);
     assert!(logits.iter().all(|x| x.is_finite()));
 }
@@ -197,7 +208,8 @@ fn bad_rows_are_refused_by_name() {
     let mut table = SeqTable::default();
     bench.pages.reserve(&mut table, 12).unwrap();
     let extend = |bench: &mut Bench, base_slot, tokens: &[u32]| {
-        let rows = DraftRows { table: &table, base_slot, origin: 0, tokens, feature: &feature, parents: None };
+        let rows =
+            DraftRows { table: &table, base_slot, origin: 0, tokens, feature: &feature, parents: None };
         bench.head.extend(&mut bench.cache, &[rows]).unwrap_err().to_string()
     };
     for (error, part) in [
@@ -209,9 +221,25 @@ fn bad_rows_are_refused_by_name() {
     ] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
+    let far = DraftRows {
+        table: &table,
+        base_slot: 0,
+        origin: u32::MAX - 4,
+        tokens: &tokens,
+        feature: &feature,
+        parents: None,
+    };
+    let error = bench.head.extend(&mut bench.cache, &[far]).unwrap_err().to_string();
+    assert!(error.contains("got origin 4294967291 and 8 slots"), "{error}");
     let state = DraftState::from_rows(vec![0.0; 384], 384).unwrap();
-    let rows =
-        DraftRows { table: &table, base_slot: 0, origin: 0, tokens: &tokens[..1], feature: &state, parents: None };
+    let rows = DraftRows {
+        table: &table,
+        base_slot: 0,
+        origin: 0,
+        tokens: &tokens[..1],
+        feature: &state,
+        parents: None,
+    };
     let error = bench.head.step(&mut bench.cache, &[rows]).unwrap_err().to_string();
     assert!(error.contains("at least 1, got slot 0"), "{error}");
 }
@@ -225,7 +253,7 @@ fn a_head_for_another_target_is_refused() {
     let error = Eagle3Head::load(&checkpoint, &two, target.embed_and_head(), &cpu).unwrap_err().to_string();
     assert!(error.contains("fc input width") && error.contains("768") && error.contains("1152"), "{error}");
     let three = CaptureSet::new(&[1, 2, 3], 4).unwrap();
-    let other = deepseek(&common::fixture("v3"), &cpu);
+    let other = deepseek(&crate::common::fixture("v3"), &cpu);
     let error = Eagle3Head::load(&checkpoint, &three, other.embed_and_head(), &cpu).unwrap_err().to_string();
     assert!(error.contains("384"), "{error}");
 }
