@@ -8,7 +8,7 @@ mod status;
 mod transport;
 
 pub use address::{Address, AddressError};
-pub use status::{Reason, item_error, reason_of, refuse};
+pub use status::{Reason, item_error, reason_of, refuse, status_of};
 pub use transport::{Incoming, Listener, channel, connect, server};
 
 /// Generated messages, clients and servers of package `eyrie.v1`.
