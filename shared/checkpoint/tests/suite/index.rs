@@ -73,6 +73,10 @@ fn defective_headers_are_refused() {
             &["tensor a: F32 [2] needs 8 bytes, data_offsets [0, 4] hold 4"],
         ),
         (
+            with_header(&entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[0,2]}"#), &[0; 2]),
+            &["tensor a: U8 [1] needs 1 bytes, data_offsets [0, 2] hold 2"],
+        ),
+        (
             with_header(&entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[1,0]}"#), &[0]),
             &["tensor a", "[1, 0] is impossible"],
         ),

@@ -179,7 +179,7 @@ fn parts_of(layer: &LayerTensors) -> (Vec<&LinearSpec>, Vec<&VectorSpec>) {
 }
 
 #[test]
-fn two_hundred_thousand_tensors_take_less_than_a_second() {
+fn two_hundred_thousand_tensors_take_a_moment() {
     let mut folder = Folder::copy(&fixture("k25_int4"));
     for (key, value) in [("num_hidden_layers", 61), ("n_routed_experts", 384), ("num_experts_per_tok", 8)] {
         folder.set(&format!("/text_config/{key}"), json!(value));
@@ -202,15 +202,21 @@ fn two_hundred_thousand_tensors_take_less_than_a_second() {
     let tensors = map.len();
     assert!(tensors > 200_000, "{tensors}");
     fs::write(dir.join("model.safetensors.index.json"), json!({"weight_map": map}).to_string()).unwrap();
-    // The best of three, since the machine may be busy with other tests.
-    let mut best = Duration::MAX;
-    for _ in 0..3 {
+    // As a ratio, since wall time on a busy machine says nothing: parsing the index alone takes some 60 ms on an idle
+    // one, so this bound is a second there.
+    let index = fs::read(dir.join("model.safetensors.index.json")).unwrap();
+    let (mut best, mut parse) = (Duration::MAX, Duration::MAX);
+    for _ in 0..4 {
+        let start = Instant::now();
+        let value: serde_json::Value = serde_json::from_slice(&index).unwrap();
+        parse = parse.min(start.elapsed());
+        assert!(value.is_object());
         let start = Instant::now();
         let report = preflight(dir, None);
         best = best.min(start.elapsed());
         assert!(report.passes(), "{report:#?}");
         expect(&report, "target-tensors", Status::Ok, &[&format!("{tensors} tensors")]);
     }
-    println!("{tensors} tensors in {best:?}");
-    assert!(best < Duration::from_secs(1), "{best:?}");
+    println!("{tensors} tensors in {best:?}, plain parse of the index {parse:?}");
+    assert!(best < parse * 16, "{best:?} against {parse:?}");
 }
