@@ -161,9 +161,10 @@ impl<'a> Dense<'a> {
         }
         let mut scales: &[u8] = &[];
         if view.layout == Layout::Int4G32 {
-            let (Some(scale), Some(found)) = (&view.scales, view.scale_bytes()) else {
+            let Some(scale) = &view.scales else {
                 return Err(limit(op, "INT4 weight_scale", "absent", "present"));
             };
+            let found = view.scale_bytes();
             let want = [outputs, inputs / GROUP];
             if scale.shape != want || scale.dtype != Dtype::Bf16 || found.len() != 2 * want[0] * want[1] {
                 return Err(shape(op, "weight_scale", &scale.shape, format!("{want:?} in BF16")));
