@@ -21,7 +21,7 @@ pub(crate) use lanes::Lanes;
 use crate::error::{KernelError, Result, limit};
 
 /// Multiply-adds below which waking a second thread costs more than it saves.
-const MIN_PART_WORK: usize = 16 * 1024;
+const MIN_PART_WORK: usize = 64 * 1024;
 const MAX_THREADS: usize = 1024;
 
 /// Instruction set of the CPU kernels; results do not depend on it.

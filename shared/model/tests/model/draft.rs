@@ -140,7 +140,7 @@ fn a_tree_of_steps_is_bit_equal_to_the_chains_it_holds() {
     let parents = [0, 0, 2, 1];
     let level =
         |bench: &mut Bench, base_slot, tokens: &[u32], feature: &DraftState, parents: Option<&[u16]>| {
-            let rows = DraftRows { table: &table, base_slot, origin: 0, tokens, feature, parents };
+            let rows = DraftRows { table: &table, base_slot, origin: 17, tokens, feature, parents };
             let out = bench.head.step(&mut bench.cache, &[rows]).unwrap();
             (out.states, values(&out.logits))
         };
