@@ -194,7 +194,8 @@ async fn drain_ends_streams_and_the_service() {
     draft.until_attached(true).await;
     let mut rounds = draft.rounds(1).await;
     draft.client().await.drain(eyrie_wire::v1::DrainRequest { grace_ms: 0 }).await.unwrap();
-    assert!(common::patient("the stream to end", rounds.replies.message()).await.unwrap().is_none());
+    let ended = common::patient("the stream to end", rounds.replies.message()).await.unwrap_err();
+    assert_eq!(reason_of(&ended).as_deref(), Some("DRAINING"), "{ended:?}");
     common::patient("the service to end", draft.running).await.unwrap().unwrap();
     assert!(!dir.path().join("draft.sock").exists());
 }
