@@ -1,42 +1,58 @@
-//! The reply half of a Rounds stream: replies in order, then the status that ended it.
+//! The reply half of a Rounds stream: replies in order, then the status that says why there are no more.
 
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use eyrie_service::Drain;
 use eyrie_wire::v1::DraftReply;
 use eyrie_wire::{Reason, refuse};
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
-use tokio_util::sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned};
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
 
 use crate::state::Lease;
 
-/// Replies until the engine has no more, the lease is lost, or the reader fell too far behind.
+/// Replies until the reading half and the engine have let go of the channel.
+#[derive(Debug)]
 pub(crate) struct Outgoing {
-    replies: mpsc::Receiver<Result<DraftReply, Status>>,
-    lost: Pin<Box<WaitForCancellationFutureOwned>>,
-    overrun: Pin<Box<WaitForCancellationFutureOwned>>,
+    replies: mpsc::Receiver<DraftReply>,
+    ending: Ending,
     ended: bool,
     /// Tells the reading half that this one is gone.
     _gone: DropGuard,
 }
 
+/// What can have ended a stream that its client did not end.
+#[derive(Debug)]
+pub(crate) struct Ending {
+    pub(crate) lease: Arc<Lease>,
+    pub(crate) overrun: CancellationToken,
+    pub(crate) drain: Drain,
+}
+
+impl Ending {
+    fn status(&self) -> Option<Status> {
+        if self.overrun.is_cancelled() {
+            Some(refuse(Reason::Busy, "replies were not read: the stream is given up"))
+        } else if self.drain.is_draining() {
+            Some(refuse(Reason::Draining, "the draft is draining"))
+        } else if self.lease.lost.is_cancelled() {
+            Some(refuse(Reason::Unreachable, "the draft lost its lease on the target"))
+        } else {
+            None
+        }
+    }
+}
+
 impl Outgoing {
     pub(crate) fn new(
-        replies: mpsc::Receiver<Result<DraftReply, Status>>,
-        lease: &Arc<Lease>,
-        overrun: &CancellationToken,
+        replies: mpsc::Receiver<DraftReply>,
+        ending: Ending,
         gone: &CancellationToken,
     ) -> Self {
-        Self {
-            replies,
-            lost: Box::pin(lease.lost.clone().cancelled_owned()),
-            overrun: Box::pin(overrun.clone().cancelled_owned()),
-            ended: false,
-            _gone: gone.clone().drop_guard(),
-        }
+        Self { replies, ending, ended: false, _gone: gone.clone().drop_guard() }
     }
 }
 
@@ -47,25 +63,12 @@ impl Stream for Outgoing {
         if self.ended {
             return Poll::Ready(None);
         }
-        let refusal = if self.overrun.as_mut().poll(cx).is_ready() {
-            refuse(Reason::Busy, "replies were not read: the stream is given up")
-        } else {
-            match self.replies.poll_recv(cx) {
-                // Replies from before the loss go out first; the channel ends by itself when all are out.
-                Poll::Pending if self.lost.as_mut().poll(cx).is_ready() => {
-                    refuse(Reason::Unreachable, "the draft lost its lease on the target")
-                }
-                Poll::Ready(Some(Err(status))) => status,
-                other => return other,
+        self.replies.poll_recv(cx).map(|reply| match reply {
+            Some(reply) => Some(Ok(reply)),
+            None => {
+                self.ended = true;
+                self.ending.status().map(Err)
             }
-        };
-        self.ended = true;
-        Poll::Ready(Some(Err(refusal)))
-    }
-}
-
-impl std::fmt::Debug for Outgoing {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Outgoing").field("ended", &self.ended).finish_non_exhaustive()
+        })
     }
 }

@@ -12,7 +12,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::card::HeadCard;
 use crate::engine::{Command, EngineHandle, Frame, Replies, StreamId};
-use crate::outgoing::Outgoing;
+use crate::outgoing::{Ending, Outgoing};
 use crate::state::{Lease, LeaseState};
 
 /// Replies that wait for the network. A gateway that lags this far behind has stopped reading.
@@ -100,9 +100,14 @@ impl Draft for DraftService {
         let (lease, hello) = self.admit(first.hello)?;
         let (sender, receiver) = mpsc::channel(OUTGOING);
         // A fresh channel has room.
-        let _ = sender.try_send(Ok(v1::DraftReply { hello: Some(hello.clone()), outs: Vec::new() }));
+        let _ = sender.try_send(v1::DraftReply { hello: Some(hello.clone()), outs: Vec::new() });
         let (overrun, gone) = (CancellationToken::new(), CancellationToken::new());
-        let outgoing = Outgoing::new(receiver, &lease, &overrun, &gone);
+        let ending = Ending {
+            lease: Arc::clone(&lease),
+            overrun: overrun.clone(),
+            drain: self.drain.clone(),
+        };
+        let outgoing = Outgoing::new(receiver, ending, &gone);
         let reader = Reader {
             engine: self.engine.clone(),
             stream: self.next_stream(),
@@ -133,7 +138,7 @@ impl Draft for DraftService {
         let mut reply = v1::DraftReply { hello: Some(hello), outs: Vec::new() };
         // Ends when the engine has answered every item and dropped its way back.
         while let Some(part) = receiver.recv().await {
-            reply.outs.extend(part?.outs);
+            reply.outs.extend(part.outs);
         }
         Ok(Response::new(reply))
     }

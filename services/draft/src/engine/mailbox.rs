@@ -3,7 +3,6 @@
 use eyrie_wire::v1::{DraftItem, DraftOut, DraftReply};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
 
 use super::Attachment;
 
@@ -43,7 +42,7 @@ pub(crate) struct Frame {
 /// full channel is given up.
 #[derive(Debug, Clone)]
 pub(crate) struct Replies {
-    pub(crate) sender: mpsc::Sender<Result<DraftReply, Status>>,
+    pub(crate) sender: mpsc::Sender<DraftReply>,
     /// Cancelled when the channel was full.
     pub(crate) overrun: CancellationToken,
 }
@@ -54,7 +53,7 @@ impl Replies {
             return;
         }
         let reply = DraftReply { hello: None, outs };
-        if let Err(mpsc::error::TrySendError::Full(_)) = self.sender.try_send(Ok(reply)) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.sender.try_send(reply) {
             self.overrun.cancel();
         }
     }

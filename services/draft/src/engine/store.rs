@@ -110,7 +110,8 @@ mod tests {
     }
 
     fn sequence(store: &mut Store, slots: usize, owner: StreamId) -> Sequence {
-        let mut sequence = Sequence { owner, ..Sequence::new(0) };
+        let mut sequence = Sequence::new(0);
+        sequence.owner = owner;
         store.reserve(&mut sequence, slots).unwrap();
         sequence
     }
@@ -159,7 +160,8 @@ mod tests {
             let new = sequence(&mut store, 4, owner);
             store.put(key(seq), new);
         }
-        let moved = Sequence { owner: 9, ..store.take(key(2)).unwrap() };
+        let mut moved = store.take(key(2)).unwrap();
+        moved.owner = 9;
         store.put(key(2), moved);
         store.close_stream(7);
         assert_eq!((store.len(), store.pages.free_pages()), (2, 6));
