@@ -3,11 +3,25 @@
 use std::path::Path;
 
 use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint};
-use eyrie_model::{CaptureSet, DraftOut, DraftRows, Feature, LogitRows, SeqTable, TargetModel};
+use eyrie_model::{
+    Aux, CaptureSet, DraftCache, DraftOut, DraftRows, Eagle3Head, Feature, ForwardOut, LatentCache,
+    LogitRows, SeqTable, SharedWeights, TargetModel,
+};
 
 use crate::common::fixtures::{LOGIT_TOLERANCE, WHOLE, expected, load, run};
 use crate::common::rewrite::rewrite;
 use crate::common::{PAGE_ROWS, Pool, cpu, deepseek, draft, fixture, max_diff, values};
+
+/// Engines own models and caches on a thread of their own.
+#[test]
+fn models_and_caches_move_between_threads() {
+    fn is_send<T: Send>() {}
+    is_send::<Box<dyn TargetModel>>();
+    is_send::<(Eagle3Head, LatentCache, DraftCache)>();
+    is_send::<(ForwardOut, DraftOut, Aux)>();
+    fn is_shared<T: Send + Sync + Clone>() {}
+    is_shared::<SharedWeights>();
+}
 
 #[test]
 fn a_tied_head_is_the_embedding() {
