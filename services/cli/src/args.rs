@@ -223,19 +223,19 @@ pub(crate) struct TargetArgs {
     pub(crate) listen: Address,
     /// Canonical aux layers to capture (id i = residual stream entering layer i) [default: 2, n/2, n-3]
     #[arg(long, value_name = "IDS", value_delimiter = ',')]
-    pub(crate) aux_layers: Option<Vec<usize>>,
+    pub(crate) aux_layers: Option<Vec<u32>>,
     /// Serve at most this context instead of the model's
     #[arg(long, value_name = "N")]
     pub(crate) context: Option<u32>,
     /// Tokens that the KV cache holds
     #[arg(long, value_name = "N", default_value_t = 65_536)]
-    pub(crate) kv_tokens: u32,
+    pub(crate) kv_tokens: usize,
     /// Sequences at once
     #[arg(long, value_name = "N", default_value_t = 64)]
-    pub(crate) max_sequences: u32,
+    pub(crate) max_sequences: usize,
     /// Prompt rows of one step at most
     #[arg(long, value_name = "N", default_value_t = 256)]
-    pub(crate) prefill_chunk: u32,
+    pub(crate) prefill_chunk: usize,
     /// Compute threads [default: the machine's cores]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<u32>,
@@ -259,7 +259,7 @@ pub(crate) struct DraftArgs {
     pub(crate) target: Address,
     /// Tokens that the draft's KV cache holds
     #[arg(long, value_name = "N", default_value_t = 65_536)]
-    pub(crate) cache_tokens: u32,
+    pub(crate) cache_tokens: usize,
     /// Compute threads [default: the machine's cores]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<u32>,
@@ -293,7 +293,8 @@ fn parse_address(s: &str) -> Result<Address, String> {
 }
 
 fn parse_tree(s: &str) -> Result<eyrie_wire::v1::TreeShape, String> {
-    let parts: Vec<u32> = s.split('x').map(str::parse).collect::<Result<_, _>>().map_err(|e| e.to_string())?;
+    let parts: Vec<u32> = 
+        s.split('x').map(str::parse).collect::<Result<_, std::num::ParseIntError>>().map_err(|e| e.to_string())?;
     match parts[..] {
         [top_k, levels, nodes] if top_k > 0 && levels > 0 && nodes > 1 => {
             Ok(eyrie_wire::v1::TreeShape { top_k, levels, nodes })

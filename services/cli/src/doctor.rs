@@ -5,9 +5,8 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use eyrie_checkpoint::{
-    AuxConvention, DraftConfig, Report, Status, TargetConfig, aux_ids, preflight, preflight_with,
-};
+use eyrie_checkpoint::pair::{Report, Status, preflight, preflight_with};
+use eyrie_checkpoint::{AuxConvention, DraftConfig, TargetConfig, aux_ids};
 
 use crate::args::{AuxMeaning, DoctorArgs};
 use crate::style::Style;

@@ -1,6 +1,5 @@
 //! `eyrie target|draft|gateway`: one service in this process, drained by signals.
 
-use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -21,7 +20,7 @@ pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
         kv_tokens: args.kv_tokens,
         max_sequences: args.max_sequences,
         prefill_chunk: args.prefill_chunk,
-        threads: threads(args.threads),
+        threads: args.threads.map(|n| n as usize),
         aux_cache_bytes: args.aux_cache_bytes,
         capture: args.aux_layers,
         ..defaults
@@ -36,7 +35,7 @@ pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
     let defaults = eyrie_draft::DraftOptions::new(args.model, args.listen, args.target);
     let options = eyrie_draft::DraftOptions {
         cache_tokens: args.cache_tokens,
-        threads: threads(args.threads),
+        threads: args.threads.map_or(defaults.threads, |n| n as usize),
         aux_convention: args.aux_convention.map(Into::into),
         ..defaults
     };
@@ -51,11 +50,6 @@ pub(crate) async fn gateway(args: GatewayArgs) -> anyhow::Result<ExitCode> {
     let options = eyrie_gateway::GatewayOptions { default_k: args.draft_tokens, ..defaults };
     eyrie_gateway::run(options, drain, |_| {}).await?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn threads(given: Option<u32>) -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
-    given.map_or(cores, |n| n as usize)
 }
 
 /// What asks a service to end.
