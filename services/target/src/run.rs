@@ -15,7 +15,7 @@ use crate::engine::{Command, LoadRequest, Loaded, Receiver, Sender, load, mailbo
 use crate::files::Files;
 use crate::plan::Plan;
 use crate::rpc::Service;
-use crate::state::{Exported, State};
+use crate::state::State;
 use crate::{TargetError, TargetOptions};
 
 /// Full name of the gRPC service, for health.
@@ -52,13 +52,13 @@ pub async fn run(
     let plan = Plan::new(&options, checkpoint.config())?;
     let files = Files::scan(&options.model_dir)?;
     let epoch = Epoch::random()?;
-    let state = Arc::new(State::new(&checkpoint, plan, files, epoch));
     let listener = Listener::bind(&options.listen).await?;
     let address = listener.address().clone();
-    let door = FdDoor::bind(door_path(&address, options.runtime_dir.as_deref(), epoch))?;
+    let door = Arc::new(FdDoor::bind(door_path(&address, options.runtime_dir.as_deref(), epoch))?);
+    let state = Arc::new(State::new(&checkpoint, plan, files, epoch, Arc::downgrade(&door)));
     let (sender, receiver) = mailbox();
     let service = Service::new(Arc::clone(&state), sender.clone(), drain.clone(), options.drain_grace);
-    let mut engine = EngineThread::spawn(&state, checkpoint, door, receiver, drain.clone())?;
+    let mut engine = EngineThread::spawn(&state, checkpoint, receiver, drain.clone())?;
     let (health_sender, health) = oneshot::channel();
     let routes = tonic::service::Routes::new(service.clone().into_server());
     let serving = async {
@@ -92,7 +92,6 @@ impl EngineThread {
     fn spawn(
         state: &Arc<State>,
         checkpoint: Arc<TargetCheckpoint>,
-        door: FdDoor,
         mailbox: Receiver<Command>,
         drain: Drain,
     ) -> Result<Self, TargetError> {
@@ -101,7 +100,7 @@ impl EngineThread {
         let (state, gauges) = (Arc::clone(state), Arc::clone(&state.gauges));
         let request = LoadRequest { checkpoint, plan: state.plan.clone(), epoch: state.epoch, gauges, drain };
         std::thread::Builder::new().name("target-engine".to_owned()).spawn(move || {
-            let outcome = work(&state, request, door, &mailbox, loaded_sender);
+            let outcome = work(&state, request, &mailbox, loaded_sender);
             let _ = ended_sender.send(outcome);
         })?;
         Ok(Self { loaded, ended, began: Instant::now() })
@@ -120,7 +119,6 @@ impl EngineThread {
 fn work(
     state: &State,
     request: LoadRequest,
-    door: FdDoor,
     mailbox: &Receiver<Command>,
     loaded: oneshot::Sender<()>,
 ) -> Result<(), TargetError> {
@@ -128,7 +126,7 @@ fn work(
     let outcome = guarded(|| load(request, &mut |progress| state.progress(progress)));
     let Loaded { mut engine, exports, formats } = outcome.inspect_err(note)?;
     tracing::info!(weights = formats, "model loaded");
-    state.loaded(Exported { exports, door }, formats);
+    state.loaded(exports, formats);
     let _ = loaded.send(());
     guarded(|| engine.run(mailbox)).inspect_err(note)
 }

@@ -98,12 +98,14 @@ impl Engine {
             let now = Instant::now();
             self.expire(now);
             self.admit();
-            let stalled = self.streams.flush();
+            // Before the replies go out, so that who has read one finds it in the report.
             self.report();
+            let stalled = self.streams.flush();
             match self.next(now, stalled) {
                 Next::Step => {
                     self.ready_since = None;
                     self.step()?;
+                    self.report();
                     self.streams.flush();
                 }
                 Next::Sleep(deadline) => {

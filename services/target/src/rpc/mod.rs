@@ -62,7 +62,7 @@ impl Service {
 
     /// Refused until the model is loaded.
     fn check_loaded(&self) -> Result<(), Status> {
-        match self.state.exported() {
+        match self.state.exports() {
             Some(_) => Ok(()),
             None => Err(refuse(Reason::Loading, "the model is still loading")),
         }
