@@ -84,6 +84,12 @@ enum Next {
 }
 
 impl Engine {
+    /// Wraps the model, for tests of what happens when it fails.
+    #[cfg(test)]
+    pub(crate) fn with_model(self, wrap: impl FnOnce(Box<dyn TargetModel>) -> Box<dyn TargetModel>) -> Self {
+        Self { model: wrap(self.model), ..self }
+    }
+
     /// Steps until told to stop. Errors are faults of the machine or of ours; no item of a stream causes one.
     pub(crate) fn run(&mut self, mailbox: &Receiver<Command>) -> Result<(), TargetError> {
         let mut inbox = VecDeque::new();

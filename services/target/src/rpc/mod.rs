@@ -76,6 +76,16 @@ impl Service {
         }
     }
 
+    /// Ends the engine's thread after its step.
+    pub(crate) fn stop_engine(&self) {
+        let _ = self.engine.post(Command::Stop);
+    }
+
+    /// Has the engine look at the drain state.
+    pub(crate) fn wake_engine(&self) {
+        let _ = self.engine.post(Command::Wake);
+    }
+
     async fn tell(&self, command: Command) -> Result<(), Status> {
         self.engine.send(command).await.map_err(|Stopped| self.engine_gone())
     }

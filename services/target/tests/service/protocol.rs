@@ -310,7 +310,10 @@ async fn unary_rounds_carry_a_sequence_from_call_to_call() {
     assert!(matches!(call(close()).await[..], [Body::Closed(_)]));
     assert!(matches!(&call(fetch(0)).await[..], [Body::Error(error)] if error.reason == "UNKNOWN_SEQ"));
     assert_eq!(server.load().await.kv_used, 0);
-    let status = client.round(TargetFrame { hello: None, items: vec![] }).await.unwrap_err();
-    assert_eq!(status.code(), Code::InvalidArgument);
+    let twice = [close(), close()].map(|op| TargetItem { seq: 3, op: Some(op) }).to_vec();
+    for (hello, items) in [(None, vec![]), (Some(server.hello(8)), twice)] {
+        let status = client.round(TargetFrame { hello, items }).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+    }
     server.stop().await;
 }

@@ -11,7 +11,10 @@ const TOKENS: u32 = 48;
 /// Drafts that are right for `golden` except every `wrong`-th of them.
 fn drafts(golden: &[u32], at: usize, k: usize, wrong: usize) -> Vec<u32> {
     let right = golden.iter().chain(std::iter::repeat(&7)).copied().skip(at).take(k);
-    right.enumerate().map(|(i, id)| if (at + i) % wrong == 0 { (id + 1) % 4096 } else { id }).collect()
+    right
+        .enumerate()
+        .map(|(i, id)| if (at + i).is_multiple_of(wrong) { (id + 1) % 4096 } else { id })
+        .collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
