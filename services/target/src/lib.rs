@@ -6,6 +6,8 @@
 
 mod engine;
 mod error;
+#[cfg(test)]
+mod fault_tests;
 mod files;
 mod options;
 mod plan;

@@ -11,11 +11,11 @@ use eyrie_service::{Drain, Health, serve};
 use eyrie_wire::{Address, Listener};
 use tokio::sync::oneshot;
 
-use crate::engine::{Command, LoadRequest, Loaded, Receiver, Sender, load, mailbox};
+use crate::engine::{Command, Engine, LoadRequest, Loaded, Receiver, load, mailbox};
 use crate::files::Files;
 use crate::plan::Plan;
 use crate::rpc::Service;
-use crate::state::{Exported, State};
+use crate::state::State;
 use crate::{TargetError, TargetOptions};
 
 /// Full name of the gRPC service, for health.
@@ -52,13 +52,13 @@ pub async fn run(
     let plan = Plan::new(&options, checkpoint.config())?;
     let files = Files::scan(&options.model_dir)?;
     let epoch = Epoch::random()?;
-    let state = Arc::new(State::new(&checkpoint, plan, files, epoch));
     let listener = Listener::bind(&options.listen).await?;
     let address = listener.address().clone();
-    let door = FdDoor::bind(door_path(&address, options.runtime_dir.as_deref(), epoch))?;
+    let door = Arc::new(FdDoor::bind(door_path(&address, options.runtime_dir.as_deref(), epoch))?);
+    let state = Arc::new(State::new(&checkpoint, plan, files, epoch, Arc::downgrade(&door)));
     let (sender, receiver) = mailbox();
-    let service = Service::new(Arc::clone(&state), sender.clone(), drain.clone(), options.drain_grace);
-    let mut engine = EngineThread::spawn(&state, checkpoint, door, receiver, drain.clone())?;
+    let service = Service::new(Arc::clone(&state), sender, drain.clone(), options.drain_grace);
+    let mut engine = EngineThread::spawn(&state, checkpoint, receiver, drain.clone())?;
     let (health_sender, health) = oneshot::channel();
     let routes = tonic::service::Routes::new(service.clone().into_server());
     let serving = async {
@@ -70,13 +70,13 @@ pub async fn run(
         served
     };
     let living = async {
-        let lived = Life { state: &state, service: &service, engine: sender.clone(), drain: &drain };
+        let lived = Life { state: &state, service: &service, drain: &drain };
         let lived = lived.live(health, &mut engine, address, on_ready).await;
         drain.stop();
         lived
     };
     let (served, lived) = tokio::join!(serving, living);
-    shut_down(&state, &sender, &drain, engine).await;
+    shut_down(&state, &service, &drain, engine).await;
     lived?;
     Ok(served?)
 }
@@ -92,7 +92,6 @@ impl EngineThread {
     fn spawn(
         state: &Arc<State>,
         checkpoint: Arc<TargetCheckpoint>,
-        door: FdDoor,
         mailbox: Receiver<Command>,
         drain: Drain,
     ) -> Result<Self, TargetError> {
@@ -101,7 +100,7 @@ impl EngineThread {
         let (state, gauges) = (Arc::clone(state), Arc::clone(&state.gauges));
         let request = LoadRequest { checkpoint, plan: state.plan.clone(), epoch: state.epoch, gauges, drain };
         std::thread::Builder::new().name("target-engine".to_owned()).spawn(move || {
-            let outcome = work(&state, request, door, &mailbox, loaded_sender);
+            let outcome = work(&state, request, &mailbox, loaded_sender);
             let _ = ended_sender.send(outcome);
         })?;
         Ok(Self { loaded, ended, began: Instant::now() })
@@ -116,21 +115,29 @@ impl EngineThread {
     }
 }
 
-/// Loads and steps. The failure is noted before the engine, and with it every stream's sender, is dropped.
+/// Loads and steps.
 fn work(
     state: &State,
     request: LoadRequest,
-    door: FdDoor,
     mailbox: &Receiver<Command>,
     loaded: oneshot::Sender<()>,
 ) -> Result<(), TargetError> {
-    let note = |error: &TargetError| state.failed(error.to_string());
     let outcome = guarded(|| load(request, &mut |progress| state.progress(progress)));
-    let Loaded { mut engine, exports, formats } = outcome.inspect_err(note)?;
+    let outcome = outcome.inspect_err(|error| state.failed(error.to_string()));
+    let Loaded { engine, exports, formats } = outcome?;
     tracing::info!(weights = formats, "model loaded");
-    state.loaded(Exported { exports, door }, formats);
+    state.loaded(exports, formats);
     let _ = loaded.send(());
-    guarded(|| engine.run(mailbox)).inspect_err(note)
+    step_until_stopped(state, engine, mailbox)
+}
+
+/// Steps. A failure is noted before the engine, and with it every stream's sender, is dropped.
+pub(crate) fn step_until_stopped(
+    state: &State,
+    mut engine: Engine,
+    mailbox: &Receiver<Command>,
+) -> Result<(), TargetError> {
+    guarded(|| engine.run(mailbox)).inspect_err(|error| state.failed(error.to_string()))
 }
 
 /// Turns a panic into an error, so that nobody waits for a thread that is gone.
@@ -146,7 +153,6 @@ fn guarded<T>(work: impl FnOnce() -> Result<T, TargetError>) -> Result<T, Target
 struct Life<'a> {
     state: &'a State,
     service: &'a Service,
-    engine: Sender<Command>,
     drain: &'a Drain,
 }
 
@@ -190,7 +196,7 @@ impl Life<'_> {
     /// Resolves when no sequence runs or the grace is over.
     async fn drained(&self) {
         let mut active = self.state.gauges.active();
-        let _ = self.engine.post(Command::Wake);
+        self.service.wake_engine();
         let idle = async {
             let _ = active.wait_for(|&active| active == 0).await;
         };
@@ -205,8 +211,8 @@ impl Life<'_> {
 }
 
 /// Ends the engine and waits for importers, naming those who stay.
-async fn shut_down(state: &Arc<State>, engine: &Sender<Command>, drain: &Drain, thread: EngineThread) {
-    let _ = engine.post(Command::Stop);
+async fn shut_down(state: &Arc<State>, service: &Service, drain: &Drain, thread: EngineThread) {
+    service.stop_engine();
     let alive = !thread.ended.is_terminated();
     if alive && tokio::time::timeout(STOP_GRACE, thread.ended).await.is_err() {
         tracing::warn!("the engine did not end in {} s", STOP_GRACE.as_secs());

@@ -1,7 +1,7 @@
 //! What the service knows of itself, shared by its handlers and the engine's thread.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use eyrie_checkpoint::{Architecture, TargetCheckpoint, TargetConfig};
 use eyrie_model::Progress;
@@ -13,12 +13,6 @@ use crate::engine::{Exports, Gauges};
 use crate::files::Files;
 use crate::plan::Plan;
 
-/// What a target exports once it is loaded.
-pub(crate) struct Exported {
-    pub(crate) exports: Exports,
-    pub(crate) door: FdDoor,
-}
-
 /// State of one boot of the service.
 pub(crate) struct State {
     pub(crate) epoch: Epoch,
@@ -27,17 +21,25 @@ pub(crate) struct State {
     pub(crate) files: Files,
     pub(crate) leases: LeaseTable,
     pub(crate) gauges: Arc<Gauges>,
+    // Weak: handlers of dying connections may outlive the service, its socket file must not.
+    door: Weak<FdDoor>,
     config: TargetConfig,
     name: String,
     loaded_bytes: AtomicU64,
     total_bytes: AtomicU64,
     formats: OnceLock<String>,
-    exported: OnceLock<Exported>,
+    exports: OnceLock<Exports>,
     failure: OnceLock<String>,
 }
 
 impl State {
-    pub(crate) fn new(checkpoint: &TargetCheckpoint, plan: Plan, files: Files, epoch: Epoch) -> Self {
+    pub(crate) fn new(
+        checkpoint: &TargetCheckpoint,
+        plan: Plan,
+        files: Files,
+        epoch: Epoch,
+        door: Weak<FdDoor>,
+    ) -> Self {
         let dir = checkpoint.index().dir();
         let name = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
         Self {
@@ -47,12 +49,13 @@ impl State {
             files,
             leases: LeaseTable::new(),
             gauges: Arc::new(Gauges::new()),
+            door,
             config: checkpoint.config().clone(),
             name: name.file_name().unwrap_or(name.as_os_str()).to_string_lossy().into_owned(),
             loaded_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(checkpoint.account().loaded.bytes),
             formats: OnceLock::new(),
-            exported: OnceLock::new(),
+            exports: OnceLock::new(),
             failure: OnceLock::new(),
         }
     }
@@ -64,14 +67,19 @@ impl State {
     }
 
     /// Notes that the model is loaded and what it exports.
-    pub(crate) fn loaded(&self, exported: Exported, formats: String) {
+    pub(crate) fn loaded(&self, exports: Exports, formats: String) {
         let _ = self.formats.set(formats);
-        let _ = self.exported.set(exported);
+        let _ = self.exports.set(exports);
     }
 
     /// What is exported, once loaded.
-    pub(crate) fn exported(&self) -> Option<&Exported> {
-        self.exported.get()
+    pub(crate) fn exports(&self) -> Option<&Exports> {
+        self.exports.get()
+    }
+
+    /// The door that hands out what is exported, while the service stands.
+    pub(crate) fn door(&self) -> Option<Arc<FdDoor>> {
+        self.door.upgrade()
     }
 
     /// Notes why the engine failed.
@@ -85,7 +93,7 @@ impl State {
     }
 
     pub(crate) fn card(&self, draining: bool) -> ModelCard {
-        let grant = self.exported().map(|exported| &exported.exports.grant);
+        let grant = self.exports().map(|exports| &exports.grant);
         let state = match (grant, draining) {
             (_, true) => LoadState::Draining,
             (Some(_), false) => LoadState::Serving,

@@ -84,6 +84,12 @@ enum Next {
 }
 
 impl Engine {
+    /// Wraps the model, for tests of what happens when it fails.
+    #[cfg(test)]
+    pub(crate) fn with_model(self, wrap: impl FnOnce(Box<dyn TargetModel>) -> Box<dyn TargetModel>) -> Self {
+        Self { model: wrap(self.model), ..self }
+    }
+
     /// Steps until told to stop. Errors are faults of the machine or of ours; no item of a stream causes one.
     pub(crate) fn run(&mut self, mailbox: &Receiver<Command>) -> Result<(), TargetError> {
         let mut inbox = VecDeque::new();
@@ -98,12 +104,14 @@ impl Engine {
             let now = Instant::now();
             self.expire(now);
             self.admit();
-            let stalled = self.streams.flush();
+            // Before the replies go out, so that who has read one finds it in the report.
             self.report();
+            let stalled = self.streams.flush();
             match self.next(now, stalled) {
                 Next::Step => {
                     self.ready_since = None;
                     self.step()?;
+                    self.report();
                     self.streams.flush();
                 }
                 Next::Sleep(deadline) => {

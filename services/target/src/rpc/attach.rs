@@ -25,8 +25,8 @@ struct Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if let Some(exported) = self.state.exported() {
-            exported.door.revoke(&self.token);
+        if let Some(door) = self.state.door() {
+            door.revoke(&self.token);
         }
         self.state.leases.drop_lease(self.id);
     }
@@ -77,23 +77,23 @@ impl Service {
             let message = format!("holder must be 1 to {MAX_HOLDER} bytes, given {given}");
             return Err(refuse(Reason::InvalidArgument, message));
         }
-        let Some(exported) = self.state.exported() else {
-            return Err(refuse(Reason::Loading, "the model is still loading"));
+        let (Some(exports), Some(door)) = (self.state.exports(), self.state.door()) else {
+            return Err(refuse(Reason::Unreachable, "the model is loading or the target is stopping"));
         };
         let internal = |e: &dyn std::fmt::Display| refuse(Reason::Internal, format!("granting a lease: {e}"));
         let token = Token::random().map_err(|e| internal(&e))?;
         let fds: Result<Vec<OwnedFd>, _> =
-            exported.exports.fds.iter().map(|fd| fd.as_fd().try_clone_to_owned()).collect();
-        exported.door.offer(token, fds.map_err(|e| internal(&e))?).map_err(|e| internal(&e))?;
+            exports.fds.iter().map(|fd| fd.as_fd().try_clone_to_owned()).collect();
+        door.offer(token, fds.map_err(|e| internal(&e))?).map_err(|e| internal(&e))?;
         tracing::info!(holder = first.holder, pid = first.pid, "lease granted");
         let id = self.state.leases.grant(first.holder, first.pid);
         let held = Held { state: Arc::clone(&self.state), id, token };
-        let grant = &exported.exports.grant;
+        let grant = &exports.grant;
         let reply = LeaseGrant {
             lease_id: id.get(),
             epoch: self.state.epoch.get(),
             fingerprint: self.state.fingerprint.clone(),
-            door: exported.door.path().to_string_lossy().into_owned(),
+            door: door.path().to_string_lossy().into_owned(),
             token: token.as_bytes().to_vec().into(),
             weights: Some(grant_to_wire(grant)),
             ring: grant.ring.map(|ring| ring_to_wire(&ring)),

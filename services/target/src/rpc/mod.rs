@@ -62,7 +62,7 @@ impl Service {
 
     /// Refused until the model is loaded.
     fn check_loaded(&self) -> Result<(), Status> {
-        match self.state.exported() {
+        match self.state.exports() {
             Some(_) => Ok(()),
             None => Err(refuse(Reason::Loading, "the model is still loading")),
         }
@@ -74,6 +74,16 @@ impl Service {
             Some(why) => refuse(Reason::Internal, format!("the engine failed: {why}")),
             None => refuse(Reason::Draining, "the target is stopping"),
         }
+    }
+
+    /// Ends the engine's thread after its step.
+    pub(crate) fn stop_engine(&self) {
+        let _ = self.engine.post(Command::Stop);
+    }
+
+    /// Has the engine look at the drain state.
+    pub(crate) fn wake_engine(&self) {
+        let _ = self.engine.post(Command::Wake);
     }
 
     async fn tell(&self, command: Command) -> Result<(), Status> {

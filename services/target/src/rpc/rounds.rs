@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use eyrie_wire::v1::{TargetFrame, TargetReply};
+use eyrie_wire::v1::{TargetFrame, TargetItem, TargetReply};
 use eyrie_wire::{Reason, refuse};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::WeakSender;
@@ -41,18 +41,21 @@ impl Service {
         Box::pin(replies)
     }
 
-    /// Carries frames to the engine. The engine holds the only lasting sender, so the replies end when it lets go.
+    /// Carries frames to the engine. Once it has said hello the engine holds the only lasting sender, so the replies
+    /// end when it lets go; until then this half does, so that they do not end before their ending is known.
     async fn read(self, mut frames: Streaming<TargetFrame>, replies: Replies, gone: CancellationToken) {
         let stream = self.new_stream();
         let ending = replies.ending.clone();
         let weak = replies.frames.downgrade();
+        let mut held = Some(replies);
         let conversation = async {
-            self.greet(stream, &mut frames, replies).await?;
+            let first = self.greet(stream, &mut frames, &mut held).await?;
+            self.tell(Command::Items { stream, items: first }).await?;
             self.forward(stream, &mut frames, &weak).await
         };
         let outcome = tokio::select! {
             outcome = conversation => outcome,
-            () = stalled(&weak) => {
+            () = stalled(&weak, STALL_CHECK, STALL_LIMIT) => {
                 let limit = STALL_LIMIT.as_secs();
                 Err(refuse(Reason::Busy, format!("replies must be read within {limit} s; the stream is dropped")))
             }
@@ -66,24 +69,27 @@ impl Service {
         let _ = self.engine.post(Command::Detach(stream));
     }
 
+    /// Checks the first frame, answers it and hands `replies` to the engine; returns the frame's items.
     async fn greet(
         &self,
         stream: StreamId,
         frames: &mut Streaming<TargetFrame>,
-        replies: Replies,
-    ) -> Result<(), Status> {
+        replies: &mut Option<Replies>,
+    ) -> Result<Vec<TargetItem>, Status> {
         let first = tokio::time::timeout(HELLO_LIMIT, frames.message()).await;
         let first = first.map_err(|_| {
             let limit = HELLO_LIMIT.as_secs();
             refuse(Reason::Deadline, format!("the first frame must come within {limit} s"))
         })??;
-        let Some(first) = first else { return Ok(()) };
+        let first = first.unwrap_or_default();
         let boot = hello::check(&self.state, first.hello.as_ref())?;
-        let reply = TargetReply { hello: Some(hello::answer(&self.state, boot)), outs: Vec::new() };
-        // The channel is new and empty.
-        let _ = replies.frames.try_send(reply);
-        self.tell(Command::Attach { stream, boot, life: Life::Lasting, replies }).await?;
-        self.tell(Command::Items { stream, items: first.items }).await
+        if let Some(replies) = replies.take() {
+            let hello = Some(hello::answer(&self.state, boot));
+            // The channel is new and empty.
+            let _ = replies.frames.try_send(TargetReply { hello, outs: Vec::new() });
+            self.tell(Command::Attach { stream, boot, life: Life::Lasting, replies }).await?;
+        }
+        Ok(first.items)
     }
 
     async fn forward(
@@ -107,13 +113,13 @@ impl Service {
     }
 }
 
-/// Resolves when replies have been left unread for too long.
-async fn stalled(replies: &WeakSender<TargetReply>) {
+/// Resolves when replies fill their channel for longer than `limit`; looks every `check`.
+async fn stalled(replies: &WeakSender<TargetReply>, check: Duration, limit: Duration) {
     loop {
-        tokio::time::sleep(STALL_CHECK).await;
+        tokio::time::sleep(check).await;
         if let Some(replies) = replies.upgrade()
             && replies.capacity() == 0
-            && tokio::time::timeout(STALL_LIMIT, replies.reserve()).await.is_err()
+            && tokio::time::timeout(limit, replies.reserve()).await.is_err()
         {
             return;
         }
@@ -149,5 +155,31 @@ impl Stream for ReplyStream {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHECK: Duration = Duration::from_millis(1);
+
+    #[tokio::test]
+    async fn only_a_channel_that_stays_full_is_stalled() {
+        let (sender, mut receiver) = mpsc::channel(1);
+        let weak = sender.downgrade();
+        let limit = Duration::from_millis(40);
+        let empty = tokio::time::timeout(3 * limit, stalled(&weak, CHECK, limit)).await;
+        assert!(empty.is_err(), "nothing was left unread");
+        sender.try_send(TargetReply::default()).unwrap();
+        let read = async {
+            tokio::time::sleep(limit / 4).await;
+            receiver.recv().await
+        };
+        let slow = async { tokio::time::timeout(3 * limit, stalled(&weak, CHECK, limit)).await };
+        let (_, slow) = tokio::join!(read, slow);
+        assert!(slow.is_err(), "it was read within the limit");
+        sender.try_send(TargetReply::default()).unwrap();
+        tokio::time::timeout(Duration::from_secs(20), stalled(&weak, CHECK, limit)).await.unwrap();
     }
 }

@@ -1,10 +1,11 @@
 //! The unary twin of a Rounds stream: one frame in, and the replies to its items out.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use eyrie_wire::v1::{
     Committed, Features, TargetFrame, TargetItem, TargetOut, TargetReply, target_item::Op, target_out::Body,
 };
+use eyrie_wire::{Reason, refuse};
 use tokio::sync::mpsc;
 use tonic::Status;
 
@@ -33,7 +34,7 @@ impl Service {
         let stream = self.new_stream();
         let (frames, mut receiver) = mpsc::channel(REPLY_FRAMES);
         let replies = Replies { frames, ending: Ending::default() };
-        let mut open = Unanswered::of(&frame.items);
+        let mut open = Unanswered::of(&frame.items)?;
         self.tell(Command::Attach { stream, boot, life: Life::Unary, replies }).await?;
         let _detach = Detach { engine: self.engine.clone(), stream };
         self.tell(Command::Items { stream, items: frame.items }).await?;
@@ -51,24 +52,27 @@ impl Service {
     }
 }
 
-/// How many items of each sequence are still to be answered.
-struct Unanswered(HashMap<u64, usize>);
+/// The sequences whose item is still to be answered.
+struct Unanswered(HashSet<u64>);
 
 impl Unanswered {
-    fn of(items: &[TargetItem]) -> Self {
-        let mut open = HashMap::new();
-        // A Revoke has no answer of its own.
-        for item in items.iter().filter(|item| !matches!(item.op, Some(Op::Revoke(_)))) {
-            *open.entry(item.seq).or_default() += 1;
+    /// One item a sequence: a second one could depend on the reply to the first.
+    fn of(items: &[TargetItem]) -> Result<Self, Status> {
+        let mut seen = HashSet::new();
+        if let Some(item) = items.iter().find(|item| !seen.insert(item.seq)) {
+            let message = format!("a unary round may hold one item a sequence, given two of {}", item.seq);
+            return Err(refuse(Reason::InvalidArgument, message));
         }
-        Self(open)
+        // A Revoke has no answer of its own.
+        let answered = items.iter().filter(|item| !matches!(item.op, Some(Op::Revoke(_))));
+        Ok(Self(answered.map(|item| item.seq).collect()))
     }
 
     fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Counts a reply that is its item's last.
+    /// Strikes the item that `out` is the last reply to.
     fn strike(&mut self, out: &TargetOut) {
         let more_follow = matches!(
             out.body,
@@ -76,14 +80,8 @@ impl Unanswered {
                 | Some(Body::Features(Features { fetched: false, .. }))
                 | None
         );
-        if more_follow {
-            return;
-        }
-        if let Some(count) = self.0.get_mut(&out.seq) {
-            *count -= 1;
-            if *count == 0 {
-                self.0.remove(&out.seq);
-            }
+        if !more_follow {
+            self.0.remove(&out.seq);
         }
     }
 }

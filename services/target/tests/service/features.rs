@@ -1,0 +1,164 @@
+//! Feature rows through shared memory, as a draft reads them.
+
+use std::time::Duration;
+
+use eyrie_region::{FdDoor, ImportedMemfd, Region, RingReader, SlotRef, Token};
+use eyrie_wire::v1::feature_ref::At;
+use eyrie_wire::v1::{FeatureRef, LeaseFrame, LeaseGrant, Open, Verify, target_item::Op, target_out::Body};
+use eyrie_wire::{PROTOCOL_VERSION, grant_from_wire};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+use crate::harness::{Golden, Server, fetch, goldens, greedy, verify_after};
+
+/// A draft's lease: it lasts as long as this lives.
+struct Lease {
+    grant: LeaseGrant,
+    ring: RingReader,
+    weights: ImportedMemfd,
+    _frames: mpsc::Sender<LeaseFrame>,
+    _grants: Streaming<LeaseGrant>,
+}
+
+async fn attach(server: &Server) -> Lease {
+    let (frames, receiver) = mpsc::channel(1);
+    let frame = LeaseFrame { protocol_version: PROTOCOL_VERSION, holder: "draft".to_owned(), pid: 7 };
+    frames.send(frame).await.unwrap();
+    let mut grants = server.client.clone().attach(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+    let wire = grants.message().await.unwrap().unwrap();
+    let grant = grant_from_wire(&wire).unwrap();
+    let token = Token::try_from(wire.token.as_ref()).unwrap();
+    let mut fds = FdDoor::fetch(&wire.door, &token, Duration::from_secs(5)).unwrap().into_iter();
+    let weights = ImportedMemfd::import(fds.next().unwrap(), grant.bytes).unwrap();
+    grant.verify(&weights, grant.epoch).unwrap();
+    let ring = RingReader::open(fds.next().unwrap(), grant.ring.unwrap(), grant.epoch).unwrap();
+    Lease { grant: wire, ring, weights, _frames: frames, _grants: grants }
+}
+
+impl Lease {
+    /// Reads the rows of `refs`, which must follow each other from `first` on.
+    fn rows(&self, refs: &[FeatureRef], first: u32) -> Vec<f32> {
+        let mut out = Vec::new();
+        let mut position = first;
+        for at in refs {
+            assert_eq!(at.first, position);
+            position += at.rows;
+            let Some(At::Ring(slot)) = &at.at else { panic!("{at:?} is not in the ring") };
+            let slot = SlotRef { slot: slot.slot, generation: slot.generation, rows: at.rows };
+            let mut rows = Vec::new();
+            self.ring.read_into(slot, &mut rows).unwrap();
+            out.extend(rows);
+        }
+        out
+    }
+
+    fn width(&self) -> usize {
+        self.grant.aux_layers.len() * self.grant.hidden_size as usize
+    }
+}
+
+fn with_features(open: Open) -> Open {
+    Open { features: true, ..open }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_fetched_again_are_the_rows_first_published() {
+    let server = Server::start_with(|options| options.prefill_chunk = 10).await;
+    let lease = attach(&server).await;
+    let mut rounds = server.rounds(1).await;
+    let Golden { prompt, tokens } = &goldens(1)[0];
+    rounds.send(1, Op::Open(with_features(greedy(prompt, 60)))).await;
+    let mut first = Vec::new();
+    let mut state = loop {
+        match rounds.body().await {
+            Body::Features(chunk) => {
+                assert!(!chunk.fetched);
+                let rows = lease.rows(&chunk.refs, (first.len() / lease.width()) as u32);
+                first.extend(rows);
+            }
+            Body::Committed(state) => break state,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(first.len(), prompt.len() * lease.width());
+    // A right draft, a draft wrong at its second token, a tree, and plain rounds: only kept rows are published.
+    let at = |i: usize| tokens[i];
+    for (drafts, parents) in [
+        (vec![at(1), at(2), at(3)], vec![]),
+        (vec![at(5), at(6) + 1], vec![]),
+        (vec![at(7) + 1, at(7), at(8)], vec![0, 0, 2]),
+        (vec![], vec![]),
+    ] {
+        let verify = Verify { parents, ..verify_after(&state, drafts) };
+        rounds.send(1, Op::Verify(verify)).await;
+        let before = state.kv_len;
+        state = rounds.committed().await;
+        first.extend(lease.rows(&state.features, before));
+        assert_eq!(first.len(), state.kv_len as usize * lease.width());
+    }
+    for from in [0, 13, state.kv_len - 1, state.kv_len] {
+        rounds.send(1, fetch(from)).await;
+        let again = rounds.features().await;
+        assert_eq!((again.first_held, again.fetched), (0, true));
+        assert!(lease.rows(&again.refs, from) == first[from as usize * lease.width()..], "from {from}");
+    }
+    rounds.send(1, fetch(state.kv_len + 1)).await;
+    assert_eq!(rounds.error().await.reason, "INVALID_ARGUMENT");
+
+    // The rows of accepted drafts are those of plain decoding.
+    rounds.send(2, Op::Open(with_features(greedy(prompt, 60)))).await;
+    let mut plain = loop {
+        if let Body::Committed(state) = rounds.body().await {
+            break state;
+        }
+    };
+    while plain.kv_len < state.kv_len {
+        rounds.send(2, Op::Verify(verify_after(&plain, vec![]))).await;
+        plain = rounds.committed().await;
+    }
+    rounds.send(2, fetch(0)).await;
+    assert!(lease.rows(&rounds.features().await.refs, 0) == first);
+    drop(lease);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_cache_lets_the_oldest_rows_go_and_says_where_it_starts() {
+    let row = 3 * 384 * 4;
+    let server = Server::start_with(|options| options.aux_cache_bytes = 64 * row).await;
+    let lease = attach(&server).await;
+    let mut rounds = server.rounds(1).await;
+    let long: Vec<u32> = goldens(4).into_iter().flat_map(|golden| golden.prompt).collect();
+    rounds.send(1, Op::Open(with_features(greedy(&long, 5)))).await;
+    let prompt = rounds.features().await;
+    let rows = lease.rows(&prompt.refs, 0);
+    rounds.committed().await;
+    rounds.send(1, fetch(0)).await;
+    let held = rounds.features().await;
+    let count: u32 = held.refs.iter().map(|at| at.rows).sum();
+    assert_eq!(held.first_held + count, long.len() as u32);
+    assert!(count > 32 && count <= 64, "{count} rows held");
+    assert!(lease.rows(&held.refs, held.first_held) == rows[held.first_held as usize * lease.width()..]);
+    assert_eq!(server.load().await.aux_bytes, 64 * row);
+    drop(lease);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_lasts_as_long_as_its_stream_and_shows_in_the_card() {
+    let server = Server::start().await;
+    let mut client = server.client.clone();
+    let lease = attach(&server).await;
+    let card = client.describe(eyrie_wire::v1::DescribeRequest {}).await.unwrap().into_inner();
+    assert_eq!((card.leases[0].holder.as_str(), card.leases[0].pid), ("draft", 7));
+    assert_eq!((card.shared_bytes, card.shared_kind.as_str()), (lease.weights.bytes().len() as u64, "memfd"));
+    assert_eq!(card.aux_layers, lease.grant.aux_layers);
+    assert_eq!((lease.grant.epoch, &lease.grant.fingerprint), (card.epoch, &card.fingerprint));
+    let (door, token) = (lease.grant.door.clone(), Token::try_from(lease.grant.token.as_ref()).unwrap());
+    drop(lease);
+    server.load_until(|load| load.leases == 0).await;
+    let refused = FdDoor::fetch(&door, &token, Duration::from_secs(5)).unwrap_err();
+    assert!(refused.to_string().contains("refused"), "{refused}");
+    server.stop().await;
+}

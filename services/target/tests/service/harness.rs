@@ -1,0 +1,281 @@
+//! A server in a folder of its own, and a gateway's half of a Rounds stream.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use eyrie_service::Drain;
+use eyrie_target::{Ready, TargetError, TargetOptions, run};
+use eyrie_wire::v1::target_client::TargetClient;
+use eyrie_wire::v1::{
+    Close, Committed, Features, FetchFeatures, Hello, ItemError, Limits, LoadReport, LoadRequest, Open,
+    Revoke, Sampling, TargetFrame, TargetItem, TargetOut, TargetReply, Verify, target_item::Op,
+    target_out::Body,
+};
+use eyrie_wire::{Address, PROTOCOL_VERSION, connect};
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+use tonic::{Status, Streaming};
+
+/// Longer than anything takes; a test that waits this long has failed.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+pub(crate) fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The demo model with a small cache and one thread, listening in `dir`.
+pub(crate) fn options(dir: &TempDir) -> TargetOptions {
+    let listen = Address::Unix(dir.path().join("t.sock"));
+    TargetOptions {
+        threads: Some(2),
+        kv_tokens: 4096,
+        ..TargetOptions::new(repository().join("deploy/demo/mini"), listen)
+    }
+}
+
+pub(crate) struct Server {
+    pub(crate) drain: Drain,
+    pub(crate) ready: Ready,
+    pub(crate) client: TargetClient<Channel>,
+    pub(crate) dir: TempDir,
+    task: JoinHandle<Result<(), TargetError>>,
+}
+
+impl Server {
+    pub(crate) async fn start() -> Self {
+        Self::start_with(|_| {}).await
+    }
+
+    pub(crate) async fn start_with(change: impl FnOnce(&mut TargetOptions)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut options = options(&dir);
+        change(&mut options);
+        let drain = Drain::new();
+        let (sender, ready) = oneshot::channel();
+        // Spawned beside the drain's own tasks, which it waits for.
+        let task = Drain::new().spawn(run(options, drain.clone(), move |ready| {
+            let _ = sender.send(ready.clone());
+        }));
+        let ready = tokio::time::timeout(LIMIT, ready).await.unwrap().unwrap();
+        let client = TargetClient::new(connect(&ready.address).await.unwrap());
+        Self { drain, ready, client, dir, task }
+    }
+
+    /// Waits for the server to end by itself.
+    pub(crate) async fn ended(self) -> Result<(), TargetError> {
+        tokio::time::timeout(LIMIT, self.task).await.unwrap().unwrap()
+    }
+
+    /// As [`ended`](Self::ended), keeping the folder to look into.
+    pub(crate) async fn ended_with_dir(self) -> TempDir {
+        tokio::time::timeout(LIMIT, self.task).await.unwrap().unwrap().unwrap();
+        self.dir
+    }
+
+    pub(crate) async fn stop(self) {
+        self.drain.stop();
+        self.ended().await.unwrap();
+    }
+
+    pub(crate) async fn load(&self) -> LoadReport {
+        self.client.clone().load(LoadRequest {}).await.unwrap().into_inner()
+    }
+
+    /// Polls the load until `wanted` holds of it.
+    pub(crate) async fn load_until(&self, wanted: impl Fn(&LoadReport) -> bool) -> LoadReport {
+        let poll = async {
+            loop {
+                let load = self.load().await;
+                if wanted(&load) {
+                    return load;
+                }
+            }
+        };
+        tokio::time::timeout(LIMIT, poll).await.unwrap()
+    }
+
+    pub(crate) fn hello(&self, boot_id: u64) -> Hello {
+        Hello { protocol_version: PROTOCOL_VERSION, boot_id, ..Default::default() }
+    }
+
+    pub(crate) async fn rounds(&self, boot_id: u64) -> Rounds {
+        Rounds::connect(self, self.hello(boot_id)).await.unwrap()
+    }
+}
+
+/// A gateway's half of a Rounds stream.
+pub(crate) struct Rounds {
+    frames: mpsc::Sender<TargetFrame>,
+    replies: Streaming<TargetReply>,
+    outs: VecDeque<TargetOut>,
+    pub(crate) hello: Hello,
+}
+
+impl Rounds {
+    pub(crate) async fn connect(server: &Server, hello: Hello) -> Result<Self, Status> {
+        let (frames, receiver) = mpsc::channel(64);
+        let _ = frames.send(TargetFrame { hello: Some(hello), items: vec![] }).await;
+        let mut replies = server.client.clone().rounds(ReceiverStream::new(receiver)).await?.into_inner();
+        let first = replies.message().await?.unwrap();
+        Ok(Self { frames, replies, outs: first.outs.into(), hello: first.hello.unwrap() })
+    }
+
+    pub(crate) async fn send_all(&self, items: Vec<(u64, Op)>) {
+        let items = items.into_iter().map(|(seq, op)| TargetItem { seq, op: Some(op) }).collect();
+        self.frames.send(TargetFrame { hello: None, items }).await.unwrap();
+    }
+
+    pub(crate) async fn send(&self, seq: u64, op: Op) {
+        self.send_all(vec![(seq, op)]).await;
+    }
+
+    pub(crate) async fn send_frame(&self, frame: TargetFrame) {
+        self.frames.send(frame).await.unwrap();
+    }
+
+    /// The next reply of any sequence.
+    pub(crate) async fn next(&mut self) -> Result<Option<(u64, Body)>, Status> {
+        loop {
+            if let Some(out) = self.outs.pop_front() {
+                return Ok(Some((out.seq, out.body.unwrap())));
+            }
+            match tokio::time::timeout(LIMIT, self.replies.message()).await.unwrap()? {
+                Some(reply) => self.outs.extend(reply.outs),
+                None => return Ok(None),
+            }
+        }
+    }
+
+    pub(crate) async fn body(&mut self) -> Body {
+        self.next().await.unwrap().unwrap().1
+    }
+
+    pub(crate) async fn committed(&mut self) -> Committed {
+        match self.body().await {
+            Body::Committed(committed) => committed,
+            other => panic!("wanted a commit, got {other:?}"),
+        }
+    }
+
+    pub(crate) async fn features(&mut self) -> Features {
+        match self.body().await {
+            Body::Features(features) => features,
+            other => panic!("wanted features, got {other:?}"),
+        }
+    }
+
+    pub(crate) async fn error(&mut self) -> ItemError {
+        match self.body().await {
+            Body::Error(error) => error,
+            other => panic!("wanted an error, got {other:?}"),
+        }
+    }
+
+    pub(crate) async fn closed(&mut self) {
+        let body = self.body().await;
+        assert!(matches!(body, Body::Closed(_)), "wanted closed, got {body:?}");
+    }
+
+    /// The status the stream ends with.
+    pub(crate) async fn status(&mut self) -> Status {
+        loop {
+            if let Err(status) = self.next().await {
+                return status;
+            }
+        }
+    }
+
+    /// Opens, then runs plain rounds until the sequence finishes; returns all tokens.
+    pub(crate) async fn plain(&mut self, seq: u64, open: Open) -> Vec<u32> {
+        self.drafted(seq, open, |_, _| vec![]).await
+    }
+
+    /// As [`plain`](Self::plain), verifying what `draft(tokens so far, root position)` proposes.
+    pub(crate) async fn drafted(
+        &mut self,
+        seq: u64,
+        open: Open,
+        draft: impl Fn(&[u32], usize) -> Vec<u32>,
+    ) -> Vec<u32> {
+        self.send(seq, Op::Open(open)).await;
+        let mut state = self.committed().await;
+        let mut tokens = state.tokens.clone();
+        while state.finish == 0 {
+            let drafts = draft(&tokens, tokens.len());
+            self.send(seq, next_verify(&state, drafts)).await;
+            state = self.committed().await;
+            tokens.extend(&state.tokens);
+        }
+        self.send(seq, Op::Close(Close {})).await;
+        self.closed().await;
+        tokens
+    }
+}
+
+/// The Verify that follows `last`.
+pub(crate) fn next_verify(last: &Committed, tokens: Vec<u32>) -> Op {
+    Op::Verify(verify_after(last, tokens))
+}
+
+pub(crate) fn verify_after(last: &Committed, tokens: Vec<u32>) -> Verify {
+    Verify {
+        round: last.round + 1,
+        base_len: last.kv_len,
+        root: *last.tokens.last().unwrap(),
+        tokens,
+        ..Default::default()
+    }
+}
+
+pub(crate) fn close() -> Op {
+    Op::Close(Close {})
+}
+
+pub(crate) fn revoke() -> Op {
+    Op::Revoke(Revoke {})
+}
+
+pub(crate) fn fetch(from: u32) -> Op {
+    Op::FetchFeatures(FetchFeatures { from })
+}
+
+/// A greedy request that ignores the end of the text.
+pub(crate) fn greedy(prompt: &[u32], max_tokens: u32) -> Open {
+    Open {
+        tokens: prompt.to_vec(),
+        generated: 0,
+        sampling: Some(Sampling { top_p: 1.0, ..Default::default() }),
+        limits: Some(Limits { max_tokens, ignore_eos: true, ..Default::default() }),
+        features: false,
+    }
+}
+
+/// The same, drawn at temperature 0.9 with top-p from `seed`.
+pub(crate) fn seeded(prompt: &[u32], max_tokens: u32, seed: u64) -> Open {
+    let sampling = Sampling { temperature: 0.9, top_p: 0.95, seed, ..Default::default() };
+    Open { sampling: Some(sampling), ..greedy(prompt, max_tokens) }
+}
+
+/// A prompt and its greedy continuation, computed by an independent implementation.
+pub(crate) struct Golden {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
+}
+
+pub(crate) fn goldens(count: usize) -> Vec<Golden> {
+    let text = std::fs::read_to_string(repository().join("tests/goldens/goldens_a.jsonl")).unwrap();
+    let ids = |line: &Value, key: &str| {
+        let ids = line[key].as_array().unwrap().iter();
+        ids.map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
+    };
+    let golden = |line: &str| {
+        let line: Value = serde_json::from_str(line).unwrap();
+        Golden { prompt: ids(&line, "prompt_ids"), tokens: ids(&line, "greedy_ids") }
+    };
+    text.lines().take(count).map(golden).collect()
+}
