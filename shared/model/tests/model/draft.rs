@@ -140,7 +140,7 @@ fn a_tree_of_steps_is_bit_equal_to_the_chains_it_holds() {
     let parents = [0, 0, 2, 1];
     let level =
         |bench: &mut Bench, base_slot, tokens: &[u32], feature: &DraftState, parents: Option<&[u16]>| {
-            let rows = DraftRows { table: &table, base_slot, origin: 0, tokens, feature, parents };
+            let rows = DraftRows { table: &table, base_slot, origin: 17, tokens, feature, parents };
             let out = bench.head.step(&mut bench.cache, &[rows]).unwrap();
             (out.states, values(&out.logits))
         };
@@ -216,7 +216,10 @@ fn bad_rows_are_refused_by_name() {
         (extend(&mut bench, 1, &tokens), "within the 0 committed slots, got slot 1"),
         (extend(&mut bench, 0, &tokens[..7]), "features must be [7, 384], got [8, 384]"),
         (extend(&mut bench, 0, &[1, 2, 3, 4, 5, 6, 7, 4096]), "vocabulary of 4096, got 4096"),
-        (bench.head.to_target_id(2048).unwrap_err().to_string(), "expected 2048, got 2048"),
+        (
+            bench.head.to_target_id(2048).unwrap_err().to_string(),
+            "below the draft vocabulary of 2048, got 2048",
+        ),
         (Aux::from_rows(vec![0.0; 100], 1152).unwrap_err().to_string(), "expected 1152, got 100"),
     ] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
@@ -231,6 +234,18 @@ fn bad_rows_are_refused_by_name() {
     };
     let error = bench.head.extend(&mut bench.cache, &[far]).unwrap_err().to_string();
     assert!(error.contains("got origin 4294967291 and 8 slots"), "{error}");
+    let tree = DraftRows {
+        table: &table,
+        base_slot: 0,
+        origin: 0,
+        tokens: &tokens,
+        feature: &feature,
+        parents: Some(&[0; 8]),
+    };
+    let error = bench.head.extend(&mut bench.cache, &[tree]).unwrap_err().to_string();
+    assert!(error.contains("takes a chain"), "{error}");
+    let error = bench.head.extend(&mut bench.cache, &[]).unwrap_err().to_string();
+    assert!(error.contains("at least one sequence, got 0"), "{error}");
     let state = DraftState::from_rows(vec![0.0; 384], 384).unwrap();
     let rows = DraftRows {
         table: &table,

@@ -1,6 +1,8 @@
 //! A row's logits are the same bits whatever runs beside it, however its prefix was cut, on any number of threads.
 
-use crate::common::{Pool, cpu, deepseek, demo, values};
+use crate::common::fixtures::{VARIANTS, WHOLE, expected, load, run};
+use crate::common::{Pool, cpu, deepseek, demo, fixture, values};
+use eyrie_kernels::{Cpu, CpuOptions, Isa};
 use eyrie_model::{CaptureSet, DeepSeek, ForwardOut, Keep, LogitRows, SeqRows, SeqTable, TargetModel};
 
 const ROOM: usize = 2048;
@@ -68,6 +70,16 @@ fn chunks_and_threads_do_not_change_a_bit() {
             aux.extend(a);
         }
         assert!((logits, aux) == whole, "{threads} threads, chunks of {chunk}");
+    }
+}
+
+#[test]
+fn instruction_sets_do_not_change_a_bit() {
+    for variant in VARIANTS {
+        let expected = expected(variant);
+        let scalar = Cpu::new(CpuOptions { threads: 2, isa: Isa::Scalar }).unwrap();
+        let scalar = run(&mut deepseek(&fixture(variant), &scalar), &expected, WHOLE);
+        assert_eq!(scalar.logits, run(&mut load(variant, 2), &expected, WHOLE).logits, "{variant}");
     }
 }
 

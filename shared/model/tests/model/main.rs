@@ -16,3 +16,5 @@ mod parity;
 mod refusals;
 #[cfg(test)]
 mod shared_weights;
+#[cfg(test)]
+mod variants;

@@ -3,6 +3,7 @@
 use std::f64::consts::TAU;
 
 use crate::common::fixtures::{LOGIT_TOLERANCE, VARIANTS, WHOLE, compare, expected, load, run};
+use crate::common::rewrite::{Stored, rewrite};
 use crate::common::{Expected, cpu, deepseek, deepseek_as, fixture, values};
 use eyrie_checkpoint::{FfnTensors, Layout};
 use eyrie_checkpoint::{Scoring, TargetCheckpoint, TargetConfig, TopkMethod, Yarn, layer_tensors};
@@ -98,22 +99,17 @@ fn normalisation_inverted() {
 fn halves_rotated_instead_of_pairs() {
     for variant in VARIANTS {
         let config = config(variant);
-        let dir = tempfile::tempdir().unwrap();
         let query = if config.q_lora_rank.is_some() { "q_b_proj" } else { "q_proj" };
-        for file in std::fs::read_dir(fixture(variant)).unwrap() {
-            let path = file.unwrap().path();
-            let mut bytes = std::fs::read(&path).unwrap();
-            if path.to_string_lossy().contains("model-0") {
-                permute_rope_rows(
-                    &mut bytes,
-                    &format!("self_attn.{query}.weight"),
-                    config.qk_nope_head_dim,
-                    &config,
-                );
-                permute_rope_rows(&mut bytes, "kv_a_proj_with_mqa.weight", config.kv_lora_rank, &config);
+        let dir = rewrite(&fixture(variant), |_, tensors| {
+            for (name, tensor) in tensors {
+                let plain = match name.rsplit('.').nth(1) {
+                    Some("kv_a_proj_with_mqa") => config.kv_lora_rank,
+                    Some(module) if module == query => config.qk_nope_head_dim,
+                    _ => continue,
+                };
+                permute_rope_rows(tensor, plain, config.qk_rope_head_dim);
             }
-            std::fs::write(dir.path().join(path.file_name().unwrap()), bytes).unwrap();
-        }
+        });
         let expected = expected(variant);
         let mut model = deepseek(dir.path(), &cpu(2));
         let (moved, _) = compare(&run(&mut model, &expected, WHOLE), &expected);
@@ -122,24 +118,13 @@ fn halves_rotated_instead_of_pairs() {
 }
 
 /// In every block of `plain` rows followed by the rope rows, rows `[0, 1, 2, 3, …]` become `[0, d/2, 1, d/2 + 1, …]`.
-fn permute_rope_rows(file: &mut [u8], suffix: &str, plain: usize, config: &TargetConfig) {
-    let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
-    let json: serde_json::Value = serde_json::from_slice(&file[8..8 + header]).unwrap();
-    let rope = config.qk_rope_head_dim;
-    for (name, tensor) in json.as_object().unwrap().iter().filter(|(name, _)| name.ends_with(suffix)) {
-        assert_eq!(tensor["dtype"], "BF16", "{name}");
-        let number = |value: &serde_json::Value| value.as_u64().unwrap() as usize;
-        let (rows, width) = (number(&tensor["shape"][0]), 2 * number(&tensor["shape"][1]));
-        let start = 8 + header + number(&tensor["data_offsets"][0]);
-        let before = file[start..start + rows * width].to_vec();
-        for row in 0..rows {
-            let within = row % (plain + rope);
-            if within >= plain {
-                let pair = within - plain;
-                let from = row - pair + pair / 2 + (pair % 2) * rope / 2;
-                file[start + row * width..][..width].copy_from_slice(&before[from * width..][..width]);
-            }
-        }
+fn permute_rope_rows(tensor: &mut Stored, plain: usize, rope: usize) {
+    let width = tensor.data.len() / tensor.shape[0];
+    let before = tensor.data.clone();
+    for row in 0..tensor.shape[0] {
+        let Some(place) = (row % (plain + rope)).checked_sub(plain) else { continue };
+        let from = row - place + place / 2 + (place % 2) * rope / 2;
+        tensor.data[row * width..][..width].copy_from_slice(&before[from * width..][..width]);
     }
 }
 

@@ -52,6 +52,15 @@ fn capture_ids_must_be_streams_of_this_model_in_order() {
 }
 
 #[test]
+fn an_empty_batch_is_an_empty_result() {
+    let mut model = mini();
+    let mut pool = Pool::new(&model, 64);
+    let out = model.forward(&[], &mut pool.cache).unwrap();
+    assert!(out.logits.is_none() && out.aux.is_none() && out.rows.is_empty());
+    assert!(model.new_cache(0, 16).is_err() && model.new_cache(64, 0).is_err());
+}
+
+#[test]
 fn rollback_keeps_only_rows_that_exist() {
     let model = mini();
     let mut pool = Pool::new(&model, 64);

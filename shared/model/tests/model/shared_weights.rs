@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::common::driver::Pair;
-use crate::common::{cpu, demo, draft};
+use crate::common::rewrite::rewrite;
+use crate::common::{cpu, demo, draft, fixture};
 use eyrie_checkpoint::TargetCheckpoint;
 use eyrie_model::{Backing, CaptureSet, DeepSeek, EMBED, HEAD, SharedWeights, TargetModel};
 use eyrie_region::{Epoch, ImportedMemfd, Local, Region, RegionKind, mapping_usage};
@@ -97,10 +98,14 @@ fn grants_that_lack_or_misdescribe_a_tensor_are_refused() {
 
 #[test]
 fn the_fingerprint_is_of_the_weights_and_not_of_the_boot() {
-    let of = |dir: std::path::PathBuf| {
-        let checkpoint = TargetCheckpoint::open(&dir).unwrap();
+    let of = |dir: &std::path::Path| {
+        let checkpoint = TargetCheckpoint::open(dir).unwrap();
         SharedWeights::build(&checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap().fingerprint()
     };
-    assert_eq!(of(demo("mini")), of(demo("mini")));
-    assert_ne!(of(demo("mini")), of(crate::common::fixture("v3")));
+    let v3 = of(&fixture("v3"));
+    assert_eq!(of(&fixture("v3")), v3);
+    for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+        let changed = rewrite(&fixture("v3"), |_, tensors| tensors.get_mut(name).unwrap().data[7] ^= 1);
+        assert_ne!(of(changed.path()), v3, "{name}");
+    }
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod driver;
 pub(crate) mod fixtures;
+pub(crate) mod rewrite;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
