@@ -128,6 +128,31 @@ fn ids_without_a_token_are_errors() {
 }
 
 #[test]
+fn an_added_token_is_never_renumbered_silently() {
+    let mut json = mini_json();
+    let mut far = json["added_tokens"][4].clone();
+    far["content"] = json!("<|far|>");
+    for (id, refused) in [(4096, false), (4200, true)] {
+        far["id"] = json!(id);
+        json["added_tokens"][7] = far.clone();
+        match Tokenizer::from_files(&files(&json, None)) {
+            Ok(tokenizer) => {
+                assert!(!refused);
+                assert_eq!(tokenizer.encode("<|far|>", false).unwrap(), [id]);
+            }
+            Err(error) => {
+                assert!(refused, "{error}");
+                assert_eq!(
+                    error.to_string(),
+                    "tokenizer.json: added_tokens id must be the next free id 4096 for \"<|far|>\", \
+                     without a gap, given 4200"
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn files_that_are_not_served_are_refused_by_name() {
     let mut json = mini_json();
     json["decoder"] = json!({"type": "ByteFallback"});
