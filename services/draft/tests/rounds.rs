@@ -189,7 +189,7 @@ async fn tokens_that_do_not_reach_back_are_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_late_start_keeps_absolute_positions() {
+async fn a_late_start_builds_from_there_on() {
     let dir = tempfile::tempdir().unwrap();
     let (mut exporter, draft) = pair(&dir).await;
     let mut rounds = draft.rounds(BOOT).await;
