@@ -86,5 +86,7 @@ fn folder_name(dir: &Path) -> String {
 fn own_bytes(checkpoint: &DraftCheckpoint) -> u64 {
     let shares_embed = checkpoint.embed_source() == EmbedSource::Target;
     let own = checkpoint.index().entries().iter();
-    own.filter(|tensor| !(shares_embed && tensor.name.ends_with("embed_tokens.weight"))).map(|t| t.bytes()).sum()
+    own.filter(|tensor| !(shares_embed && tensor.name.ends_with("embed_tokens.weight")))
+        .map(|t| t.bytes())
+        .sum()
 }

@@ -66,16 +66,17 @@ pub async fn run(
     let server = DraftServer::new(service).max_decoding_message_size(MAX_MESSAGE);
     let (tasks, stopping) = (drain.clone(), drain.clone());
     let handle = engine.clone();
-    let serving = eyrie_service::serve(SERVICE, listener, Routes::new(server), drain.clone(), move |health| {
-        let attacher = Attacher { options, checkpoint, cpu, engine: handle, state, health };
-        tasks.spawn(attacher.run(tasks.clone()));
-        // Rounds streams end by themselves once draining; nothing else is worth waiting for.
-        tasks.spawn(async move {
-            stopping.draining().await;
-            stopping.stop();
+    let serving =
+        eyrie_service::serve(SERVICE, listener, Routes::new(server), drain.clone(), move |health| {
+            let attacher = Attacher { options, checkpoint, cpu, engine: handle, state, health };
+            tasks.spawn(attacher.run(tasks.clone()));
+            // Rounds streams end by themselves once draining; nothing else is worth waiting for.
+            tasks.spawn(async move {
+                stopping.draining().await;
+                stopping.stop();
+            });
+            on_ready(&ready);
         });
-        on_ready(&ready);
-    });
     let outcome = tokio::select! {
         served = serving => served.map_err(DraftError::from),
         _ = engine_ended => Err(DraftError::EngineDied),

@@ -47,11 +47,7 @@ impl Ending {
 }
 
 impl Outgoing {
-    pub(crate) fn new(
-        replies: mpsc::Receiver<DraftReply>,
-        ending: Ending,
-        gone: &CancellationToken,
-    ) -> Self {
+    pub(crate) fn new(replies: mpsc::Receiver<DraftReply>, ending: Ending, gone: &CancellationToken) -> Self {
         Self { replies, ending, ended: false, _gone: gone.clone().drop_guard() }
     }
 }

@@ -46,10 +46,9 @@ impl DraftService {
         if self.drain.is_draining() {
             return Err(refuse(Reason::Draining, "the draft is draining"));
         }
-        let lease = self
-            .state
-            .get()
-            .map_err(|because| refuse(Reason::Unreachable, format!("the draft is not attached: {because}")))?;
+        let lease = self.state.get().map_err(|because| {
+            refuse(Reason::Unreachable, format!("the draft is not attached: {because}"))
+        })?;
         if hello.epoch != 0 && hello.epoch != lease.epoch {
             let what = format!("epoch must be {:016x} or 0, given {:016x}", lease.epoch, hello.epoch);
             return Err(refuse(Reason::StaleEpoch, what));
@@ -102,11 +101,8 @@ impl Draft for DraftService {
         // A fresh channel has room.
         let _ = sender.try_send(v1::DraftReply { hello: Some(hello.clone()), outs: Vec::new() });
         let (overrun, gone) = (CancellationToken::new(), CancellationToken::new());
-        let ending = Ending {
-            lease: Arc::clone(&lease),
-            overrun: overrun.clone(),
-            drain: self.drain.clone(),
-        };
+        let ending =
+            Ending { lease: Arc::clone(&lease), overrun: overrun.clone(), drain: self.drain.clone() };
         let outgoing = Outgoing::new(receiver, ending, &gone);
         let reader = Reader {
             engine: self.engine.clone(),

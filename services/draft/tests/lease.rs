@@ -1,4 +1,5 @@
 //! The lease on the target's memory: refusals by name, loss, and what is shared.
+#![allow(clippy::unwrap_used, reason = "a helper that fails fails its test")]
 
 mod common;
 
@@ -30,7 +31,10 @@ async fn what_does_not_match_is_refused_by_name() {
             },
             "stale",
         ),
-        (|_, card| card.fingerprint = "other".to_owned(), "the grant is of model demo, the target's card says other"),
+        (
+            |_, card| card.fingerprint = "other".to_owned(),
+            "the grant is of model demo, the target's card says other",
+        ),
         (
             |grant, _| {
                 let tensor = &mut grant.weights.as_mut().unwrap().tensors[0];
@@ -140,7 +144,11 @@ async fn garbage_is_refused_and_the_stream_goes_on() {
     let cases = [
         (Propose::default(), "INVALID_ARGUMENT", "base_len must be at least 1"),
         (Propose { k: 17, ..good.clone() }, "INVALID_ARGUMENT", "k must be at most 16, given 17"),
-        (Propose { base_len: u32::MAX, token_from: u32::MAX, ..good.clone() }, "INVALID_ARGUMENT", "4294967295"),
+        (
+            Propose { base_len: u32::MAX, token_from: u32::MAX, ..good.clone() },
+            "INVALID_ARGUMENT",
+            "4294967295",
+        ),
         (Propose { base_len: t - 1, ..good.clone() }, "INVALID_ARGUMENT", "up to and including"),
         (big_id, "TOKEN_RANGE", "given 4294967295"),
         (wild_slot, "INVALID_ARGUMENT", "features of position 0"),

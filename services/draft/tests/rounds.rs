@@ -1,4 +1,5 @@
 //! Rounds of an attached draft: what it proposes, and how it comes back from missing rows.
+#![allow(clippy::unwrap_used, reason = "a helper that fails fails its test")]
 
 mod common;
 
@@ -6,6 +7,7 @@ use common::exporter::{Exporter, SLOTS};
 use common::reference::{Text, texts};
 use common::{Draft, Rounds, item, proposal};
 use eyrie_wire::v1::draft_out::Body;
+use eyrie_wire::v1::feature_ref::At;
 use eyrie_wire::v1::{CloseDraft, DraftFrame, DraftItem, FeatureRef, Propose, TreeShape, draft_item};
 use serde_json::Value;
 
@@ -146,9 +148,17 @@ async fn missing_rows_are_asked_for_and_the_draft_heals() {
         exporter.publish(0, text.rows(0, 1));
     }
     let overwritten = [first, late.clone()].concat();
-    assert_eq!(rounds.need(3, propose(text, 0, end, overwritten, 5)).await, 0, "the first slot was overwritten");
+    assert_eq!(
+        rounds.need(3, propose(text, 0, end, overwritten, 5)).await,
+        0,
+        "the first slot was overwritten"
+    );
     let again = [exporter.publish(0, text.rows(0, 10)), late].concat();
-    assert_eq!(rounds.need(3, propose(text, 0, end, again, 5)).await, 10, "by now the second slot is gone too");
+    assert_eq!(
+        rounds.need(3, propose(text, 0, end, again, 5)).await,
+        10,
+        "by now the second slot is gone too"
+    );
     let rest = exporter.publish(10, text.rows(10, end));
     assert_eq!(rounds.proposal(3, propose(text, 10, end, rest, 5)).await, expected);
 
@@ -179,7 +189,7 @@ async fn tokens_that_do_not_reach_back_are_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_late_start_keeps_absolute_positions() {
+async fn a_late_start_builds_from_there_on() {
     let dir = tempfile::tempdir().unwrap();
     let (mut exporter, draft) = pair(&dir).await;
     let mut rounds = draft.rounds(BOOT).await;
@@ -218,7 +228,8 @@ async fn a_lower_base_len_cuts() {
     let fresh_high = rounds.proposal(2, propose(text, 0, high, rows.clone(), 5)).await;
     assert_ne!(fresh_low.tokens, fresh_high.tokens);
 
-    let back = Propose { token_from: low, tokens: text.tokens(low, low), ..propose(text, low, low, vec![], 5) };
+    let back =
+        Propose { token_from: low, tokens: text.tokens(low, low), ..propose(text, low, low, vec![], 5) };
     assert_eq!(rounds.need(2, back.clone()).await, low - 1, "the last slot's feature is gone");
     assert_eq!(rounds.proposal(2, Propose { features: rows.clone(), ..back.clone() }).await, fresh_low);
     assert_eq!(rounds.proposal(2, back).await, fresh_low, "asked twice at the same length");
@@ -257,6 +268,37 @@ async fn eight_sequences_together_propose_what_each_does_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn long_prompts_beside_short_rounds_change_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut exporter, draft) = pair(&dir).await;
+    let mut rounds = draft.rounds(BOOT).await;
+    let texts = texts(4);
+    let end = |text: &Text| text.tokens.len() as u32 - 1;
+    let short = &texts[3];
+    let mut alone = Vec::new();
+    for (seq, text) in texts[..3].iter().enumerate() {
+        let features = exporter.publish(0, text.rows(0, end(text)));
+        alone.push(rounds.proposal(100 + seq as u64, propose(text, 0, end(text), features, 4)).await);
+    }
+    let features = exporter.publish(0, short.rows(0, short.prompt_len));
+    alone.push(rounds.proposal(103, propose(short, 0, short.prompt_len, features, 4)).await);
+
+    // The long ones come inline, as from another host, and take several steps.
+    let inline = |text: &Text| {
+        let bytes: Vec<u8> = text.rows(0, end(text)).iter().flat_map(|value| value.to_le_bytes()).collect();
+        FeatureRef { first: 0, rows: end(text), at: Some(At::Inline(bytes.into())) }
+    };
+    let again = propose(short, short.prompt_len, short.prompt_len, vec![], 4);
+    let items =
+        texts[..3].iter().zip(0..).map(|(t, seq)| item(seq, propose(t, 0, end(t), vec![inline(t)], 4)));
+    rounds.send(items.chain([item(103, again)]).collect()).await;
+    let outs = rounds.receive(4).await;
+    let together: Vec<_> = outs.into_iter().map(|out| proposal(out.body.unwrap())).collect();
+    assert_eq!(together, alone);
+    draft.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rounds_of_one_sequence_in_one_frame_are_answered_in_order() {
     let dir = tempfile::tempdir().unwrap();
     let (mut exporter, draft) = pair(&dir).await;
@@ -270,10 +312,8 @@ async fn rounds_of_one_sequence_in_one_frame_are_answered_in_order() {
         .send(vec![item(1, propose(text, 0, t, head, 2)), item(1, next.clone()), close, item(1, next)])
         .await;
     let outs = rounds.receive(3).await;
-    let lengths: Vec<_> = outs[..2]
-        .iter()
-        .map(|out| (out.round, proposal(out.body.clone().unwrap()).base_len))
-        .collect();
+    let lengths: Vec<_> =
+        outs[..2].iter().map(|out| (out.round, proposal(out.body.clone().unwrap()).base_len)).collect();
     assert_eq!(lengths, [(t, t), (t + 3, t + 3)]);
     assert!(matches!(&outs[2].body, Some(Body::Need(need)) if need.from == 0), "closed in between");
     draft.stop().await;

@@ -8,9 +8,7 @@ use std::time::Duration;
 use eyrie_checkpoint::{AuxIds, DraftCheckpoint};
 use eyrie_kernels::Cpu;
 use eyrie_model::{CaptureSet, Eagle3Head, ModelError, SharedWeights};
-use eyrie_region::{
-    DoorError, FdDoor, ImportedMemfd, Region, RegionError, RingError, RingReader, Token,
-};
+use eyrie_region::{DoorError, FdDoor, ImportedMemfd, Region, RegionError, RingError, RingReader, Token};
 use eyrie_wire::v1::LeaseGrant;
 use eyrie_wire::{GrantMessageError, grant_from_wire};
 
@@ -59,8 +57,8 @@ pub(crate) fn import(
     cpu: &Cpu,
     cache_tokens: usize,
 ) -> Result<Imported, ImportError> {
-    let token = Token::try_from(grant.token.as_ref())
-        .map_err(|_| ImportError::Token { given: grant.token.len() })?;
+    let token =
+        Token::try_from(grant.token.as_ref()).map_err(|_| ImportError::Token { given: grant.token.len() })?;
     let granted = grant_from_wire(grant)?;
     let epoch = granted.epoch;
     let geometry = granted.ring.ok_or(ImportError::NoRing)?;

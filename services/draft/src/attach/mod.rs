@@ -131,7 +131,7 @@ impl Attacher {
         let aux = checks::check(&grant, &card, self.checkpoint.config(), self.options.aux_convention)?;
         let (lease, attachment) = self.load(&mut grants, grant, aux).await?;
         tracing::info!(
-            target = %self.options.target,
+            peer = %self.options.target,
             epoch = %format_args!("{:016x}", lease.epoch),
             mapped_bytes = lease.mapped_bytes,
             aux = %lease.aux_rule,
@@ -175,8 +175,8 @@ impl Attacher {
 
     async fn let_go(&self, ended: &NoLease) {
         let because = ended.to_string();
-        if self.state.detached(&because) {
-            tracing::warn!(target = %self.options.target, "not attached: {because}");
+        if self.state.detached(&because) && !matches!(ended, NoLease::Stopping) {
+            tracing::warn!(peer = %self.options.target, "not attached: {because}");
         }
         self.health.set(false).await;
         self.engine.detach().await;

@@ -12,6 +12,7 @@ use super::features::collect;
 use super::growth::Wanted;
 use super::job::{Job, Origin, Outbox};
 use super::mailbox::StreamId;
+use super::pace::Pace;
 use super::request::Limits;
 use super::sequence::{SeqKey, Sequence};
 use super::step::Step;
@@ -34,6 +35,7 @@ pub(super) struct Attached {
     ring: RingReader,
     cache: DraftCache,
     store: Store,
+    pace: Pace,
     limits: Limits,
     max_jobs: usize,
     /// Rounds whose rows did not fit the last step.
@@ -46,7 +48,8 @@ impl Attached {
         let store = Store::new(cache.allocator(), sizes.max_sequences);
         let (draft_vocab, max_draft_tokens) = (head.draft_vocab(), sizes.max_draft_tokens);
         let limits = Limits { vocab, draft_vocab, context, max_draft_tokens };
-        Self { epoch, head, ring, cache, store, limits, max_jobs: sizes.max_sequences, active: Vec::new() }
+        let (pace, max_jobs) = (Pace::new(), sizes.max_sequences);
+        Self { epoch, head, ring, cache, store, pace, limits, max_jobs, active: Vec::new() }
     }
 
     pub(super) fn epoch(&self) -> u64 {
@@ -72,20 +75,19 @@ impl Attached {
         active.chain(queued).collect()
     }
 
-    /// Runs one step over all rounds that can take part in it.
-    pub(super) fn step(&mut self, queue: &mut VecDeque<Work>, outbox: &mut Outbox) {
-        self.admit(queue, outbox);
+    /// Runs one step over the rounds that were admitted.
+    pub(super) fn step(&mut self, outbox: &mut Outbox) {
         let jobs = std::mem::take(&mut self.active);
         if jobs.is_empty() {
             return;
         }
-        let Self { head, cache, store, .. } = self;
-        self.active = Step { head, cache, store, outbox }.run(jobs);
+        let Self { head, cache, store, pace, .. } = self;
+        self.active = Step { head, cache, store, pace, outbox }.run(jobs);
     }
 
     /// Moves work from the queue into the step. A sequence has one round in a step, and what closes it or its
     /// stream waits for the rounds before.
-    fn admit(&mut self, queue: &mut VecDeque<Work>, outbox: &mut Outbox) {
+    pub(super) fn admit(&mut self, queue: &mut VecDeque<Work>, outbox: &mut Outbox) {
         let mut sequences: HashSet<SeqKey> = self.active.iter().map(|job| job.origin.key).collect();
         let mut streams: HashSet<StreamId> = self.active.iter().map(|job| job.origin.stream).collect();
         for work in std::mem::take(queue) {

@@ -5,6 +5,7 @@ mod features;
 mod growth;
 mod job;
 mod mailbox;
+mod pace;
 mod request;
 mod sequence;
 mod step;
@@ -127,11 +128,13 @@ impl Engine {
     fn run(mut self) {
         while self.take_in() {
             if let Some(attached) = &mut self.attached {
-                attached.step(&mut self.queue, &mut self.outbox);
+                attached.admit(&mut self.queue, &mut self.outbox);
+                // Told before the answers go out: who has one sees its sequence counted.
+                self.sequences.store(attached.sequences() as u32, Ordering::Relaxed);
+                attached.step(&mut self.outbox);
+                self.sequences.store(attached.sequences() as u32, Ordering::Relaxed);
             }
             self.outbox.flush();
-            let held = self.attached.as_ref().map_or(0, Attached::sequences);
-            self.sequences.store(held as u32, Ordering::Relaxed);
         }
     }
 
@@ -178,9 +181,10 @@ impl Engine {
         let Frame { stream, boot_id, epoch, items, replies } = frame;
         let refusal = match &self.attached {
             None => Some((Reason::Unreachable, "the draft is not attached to a target".to_owned())),
-            Some(attached) if attached.epoch() != epoch => {
-                Some((Reason::StaleEpoch, format!("epoch must be {:016x}, given {epoch:016x}", attached.epoch())))
-            }
+            Some(attached) if attached.epoch() != epoch => Some((
+                Reason::StaleEpoch,
+                format!("epoch must be {:016x}, given {epoch:016x}", attached.epoch()),
+            )),
             Some(_) => None,
         };
         for item in items {

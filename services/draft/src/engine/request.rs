@@ -106,13 +106,29 @@ mod tests {
         for (bad, reason, part) in [
             (Propose { base_len: 0, ..propose() }, "INVALID_ARGUMENT", "at least 1, given 0"),
             (Propose { start: 5, ..propose() }, "INVALID_ARGUMENT", "at most base_len 4, given 5"),
-            (Propose { token_from: 3, ..propose() }, "INVALID_ARGUMENT", "position 4, given 3 from position 3"),
+            (
+                Propose { token_from: 3, ..propose() },
+                "INVALID_ARGUMENT",
+                "position 4, given 3 from position 3",
+            ),
             (Propose { token_from: u32::MAX, ..propose() }, "INVALID_ARGUMENT", "position 4"),
-            (Propose { tokens: vec![1, 100, 3], ..propose() }, "TOKEN_RANGE", "below the vocabulary of 100, given 100"),
+            (
+                Propose { tokens: vec![1, 100, 3], ..propose() },
+                "TOKEN_RANGE",
+                "below the vocabulary of 100, given 100",
+            ),
             (Propose { k: 8, ..propose() }, "INVALID_ARGUMENT", "k must be at most 7, given 8"),
             (at(17, 3), "CONTEXT", "are 21, over the context of 20"),
-            (Propose { tree: tree(0, 3, 4), ..propose() }, "INVALID_ARGUMENT", "top-k must be between 1 and 16"),
-            (Propose { tree: tree(4, 5, 16), ..propose() }, "INVALID_ARGUMENT", "must be at most 7, given 15"),
+            (
+                Propose { tree: tree(0, 3, 4), ..propose() },
+                "INVALID_ARGUMENT",
+                "top-k must be between 1 and 16",
+            ),
+            (
+                Propose { tree: tree(4, 5, 16), ..propose() },
+                "INVALID_ARGUMENT",
+                "must be at most 7, given 15",
+            ),
         ] {
             let error = LIMITS.check(&bad).unwrap_err();
             assert_eq!(error.reason, reason);

@@ -1,5 +1,7 @@
 //! One step: bring the sequences of all jobs up to date together, then grow the proposals together.
 
+use std::time::Instant;
+
 use candle_core::Tensor;
 use eyrie_model::{Aux, DraftCache, DraftRows, DraftState, Eagle3Head, Feature, Keep};
 use eyrie_wire::v1::{self, draft_out::Body};
@@ -8,12 +10,8 @@ use eyrie_wire::{Reason, item_error};
 use super::EngineError;
 use super::growth::{Growth, StepRows};
 use super::job::{Job, Outbox};
+use super::pace::Pace;
 use super::store::Store;
-
-/// Rows that an extend takes over all sequences, so that a long prompt does not hold up the rounds beside it.
-const STEP_ROWS: usize = 512;
-/// Rows that every sequence gets in an extend, however many there are.
-const MIN_ROWS: usize = 32;
 
 /// Head and caches for the length of a step.
 #[derive(Debug)]
@@ -21,6 +19,7 @@ pub(super) struct Step<'a> {
     pub(super) head: &'a mut Eagle3Head,
     pub(super) cache: &'a mut DraftCache,
     pub(super) store: &'a mut Store,
+    pub(super) pace: &'a mut Pace,
     pub(super) outbox: &'a mut Outbox,
 }
 
@@ -28,6 +27,12 @@ pub(super) struct Step<'a> {
 struct Growing {
     job: Job,
     growth: Growth,
+}
+
+/// Output of one proposal's rows of a draft step: a state and a row of logits over draft ids for each.
+struct Drafted {
+    states: DraftState,
+    logits: Vec<Vec<f32>>,
 }
 
 /// What one job contributes to an extend.
@@ -72,6 +77,7 @@ impl Step<'_> {
 
     /// Builds the next slots of every job; returns logits and output of the last row of each.
     fn extend(&mut self, jobs: &mut [Job]) -> Result<(Vec<Vec<f32>>, Vec<DraftState>), EngineError> {
+        let begun = Instant::now();
         let parts = self.parts(jobs)?;
         let mut batch = Vec::with_capacity(jobs.len());
         for (job, part) in jobs.iter().zip(&parts) {
@@ -98,12 +104,13 @@ impl Step<'_> {
             job.sequence.advance(part.end, last);
             states.push(out.states.select(&[rows.end - 1])?);
         }
+        self.pace.observe(out.states.rows(), begun.elapsed());
         Ok((logits, states))
     }
 
     /// Fuses the rows that each job takes in now; a job that has all of its slots runs its last one again.
     fn parts(&mut self, jobs: &mut [Job]) -> Result<Vec<Part>, EngineError> {
-        let share = (STEP_ROWS / jobs.len().max(1)).max(MIN_ROWS);
+        let share = self.pace.share(jobs.len());
         let mut aux = Vec::new();
         let mut counts = Vec::with_capacity(jobs.len());
         let mut width = 0;
@@ -157,10 +164,7 @@ impl Step<'_> {
     }
 
     /// Runs one draft step; returns states and logits of the rows of each proposal.
-    fn draft(
-        &mut self,
-        stepping: &[(Growing, StepRows)],
-    ) -> Result<Vec<(DraftState, Vec<Vec<f32>>)>, EngineError> {
+    fn draft(&mut self, stepping: &[(Growing, StepRows)]) -> Result<Vec<Drafted>, EngineError> {
         let batch: Vec<_> = stepping
             .iter()
             .map(|(grown, rows)| {
@@ -179,17 +183,16 @@ impl Step<'_> {
         let mut logits = rows_of(&out.logits)?.into_iter();
         out.rows
             .iter()
-            .map(|rows| Ok((out.states.slice(rows.clone())?, logits.by_ref().take(rows.len()).collect())))
+            .map(|rows| {
+                let states = out.states.slice(rows.clone())?;
+                Ok(Drafted { states, logits: logits.by_ref().take(rows.len()).collect() })
+            })
             .collect()
     }
 
-    fn take(
-        &mut self,
-        stepping: Vec<(Growing, StepRows)>,
-        outs: Vec<(DraftState, Vec<Vec<f32>>)>,
-    ) -> Vec<Growing> {
+    fn take(&mut self, stepping: Vec<(Growing, StepRows)>, outs: Vec<Drafted>) -> Vec<Growing> {
         let mut growing = Vec::with_capacity(stepping.len());
-        for ((mut grown, _), (states, logits)) in stepping.into_iter().zip(outs) {
+        for ((mut grown, _), Drafted { states, logits }) in stepping.into_iter().zip(outs) {
             let rows: Vec<&[f32]> = logits.iter().map(Vec::as_slice).collect();
             match grown.growth.take(states, &rows, self.head) {
                 Ok(()) => growing.push(grown),

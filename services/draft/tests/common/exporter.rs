@@ -1,7 +1,7 @@
 //! Plays the target: the real shared weights, ring and door behind a real socket, and nothing else.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use eyrie_checkpoint::TargetCheckpoint;
 use eyrie_model::{Backing, SharedWeights};
@@ -69,7 +69,7 @@ impl Exporter {
         };
         edit(&mut grant, &mut card);
         let address = Address::Unix(dir.join("target.sock"));
-        let runtime = serve(&address, FakeTarget { grant, card, leases: Arc::default() });
+        let runtime = serve(&address, FakeTarget { grant, card, leases: Mutex::default() });
         Self { address, epoch, ring, _door: door, _shared: shared, runtime: Some(runtime) }
     }
 
@@ -110,11 +110,13 @@ fn serve(address: &Address, target: FakeTarget) -> Runtime {
     runtime
 }
 
+type Granting = mpsc::Sender<Result<LeaseGrant, Status>>;
+
 struct FakeTarget {
     grant: LeaseGrant,
     card: ModelCard,
     /// The granting halves of open leases.
-    leases: Arc<Mutex<Vec<mpsc::Sender<Result<LeaseGrant, Status>>>>>,
+    leases: Mutex<Vec<Granting>>,
 }
 
 #[tonic::async_trait]

@@ -1,5 +1,6 @@
 //! A draft service under test, an exporter that plays the target, and the true features of the demo model.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses a part")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper that fails fails its test")]
 
 pub mod exporter;
 pub mod reference;
@@ -84,10 +85,8 @@ impl Draft {
     pub async fn until_attached(&self, wanted: bool) -> DraftCard {
         let wanted = if wanted { ServingStatus::Serving } else { ServingStatus::NotServing };
         let mut health = self.health().await;
-        patient("health", async {
-            while health.message().await.unwrap().unwrap().status() != wanted {}
-        })
-        .await;
+        patient("health", async { while health.message().await.unwrap().unwrap().status() != wanted {} })
+            .await;
         self.card().await
     }
 

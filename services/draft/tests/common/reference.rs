@@ -4,9 +4,7 @@ use std::path::Path;
 
 use eyrie_checkpoint::TargetCheckpoint;
 use eyrie_kernels::{Cpu, CpuOptions, Isa};
-use eyrie_model::{
-    Backing, CaptureSet, DeepSeek, LogitRows, SeqRows, SeqTable, SharedWeights, TargetModel,
-};
+use eyrie_model::{Backing, CaptureSet, DeepSeek, LogitRows, SeqRows, SeqTable, SharedWeights, TargetModel};
 use eyrie_region::Epoch;
 use serde_json::Value;
 
@@ -63,7 +61,8 @@ fn model() -> DeepSeek {
     let shared = SharedWeights::build(&checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap();
     let cpu = Cpu::new(CpuOptions { threads: 1, isa: Isa::best() }).unwrap();
     let mut model = DeepSeek::load(&checkpoint, shared, &cpu, &mut |_| {}).unwrap();
-    let capture = CaptureSet::new(&AUX_LAYERS.map(|id| id as usize), model.config().num_hidden_layers).unwrap();
+    let capture =
+        CaptureSet::new(&AUX_LAYERS.map(|id| id as usize), model.config().num_hidden_layers).unwrap();
     model.set_capture(&capture).unwrap();
     model
 }
