@@ -35,7 +35,10 @@ fn run(stop: &[&str], tokenizer: &Tokenizer, rounds: &[Commit]) -> (Vec<Generate
 }
 
 fn joined(chunks: &[GenerateChunk]) -> (String, Vec<u32>) {
-    (chunks.iter().map(|c| c.text.as_str()).collect(), chunks.iter().flat_map(|c| c.token_ids.clone()).collect())
+    (
+        chunks.iter().map(|c| c.text.as_str()).collect(),
+        chunks.iter().flat_map(|c| c.token_ids.clone()).collect(),
+    )
 }
 
 const ON: FinishReason = FinishReason::Unspecified;
@@ -44,11 +47,8 @@ const ON: FinishReason = FinishReason::Unspecified;
 fn one_chunk_a_round_with_the_accepted_ids_first() {
     let t = tokenizer();
     let ids = t.encode("one two three four five", false).unwrap();
-    let rounds = [
-        commit(&ids[..1], 0, ON),
-        commit(&ids[1..4], 2, ON),
-        commit(&ids[4..], 1, FinishReason::Length),
-    ];
+    let rounds =
+        [commit(&ids[..1], 0, ON), commit(&ids[1..4], 2, ON), commit(&ids[4..], 1, FinishReason::Length)];
     let (chunks, output) = run(&[], &t, &rounds);
     assert_eq!(joined(&chunks), ("one two three four five".to_owned(), ids.clone()));
     assert_eq!(chunks.iter().map(|c| c.accepted).collect::<Vec<_>>(), [0, 2, 1]);

@@ -94,10 +94,18 @@ impl Head {
 #[derive(Debug, Clone)]
 enum Turn {
     /// A chain of k, wrong at one place; `late`: the reply comes after the deadline.
-    Draft { k: u32, wrong: u32, late: bool },
-    Plain { steps: u32 },
+    Draft {
+        k: u32,
+        wrong: u32,
+        late: bool,
+    },
+    Plain {
+        steps: u32,
+    },
     /// The draft restarts, known to the gateway (a new stream) or not.
-    Restart { known: bool },
+    Restart {
+        known: bool,
+    },
 }
 
 fn turns() -> impl Strategy<Value = Vec<Turn>> {
@@ -249,7 +257,8 @@ fn a_target_that_contradicts_the_question_is_caught() {
 #[test]
 fn a_finish_may_cut_the_emitted_run() {
     let finish = FinishReason::Length as i32;
-    let cut = Committed { round: 1, kv_len: 6, tokens: vec![7], path: vec![1, 2], finish, ..Default::default() };
+    let cut =
+        Committed { round: 1, kv_len: 6, tokens: vec![7], path: vec![1, 2], finish, ..Default::default() };
     let commit = verifying(&[7, 8, 5]).committed(cut).unwrap();
     assert_eq!((commit.tokens, commit.path, commit.finish), (vec![7], vec![1, 2], FinishReason::Length));
     assert!(commit.last);

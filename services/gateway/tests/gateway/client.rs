@@ -15,7 +15,9 @@ use crate::fake::*;
 
 const PROMPT: [u32; 4] = [21, 22, 23, 24];
 
-async fn world_with(adjust: impl FnOnce(&mut eyrie_gateway::GatewayOptions)) -> (World, FakeTarget, FakeDraft) {
+async fn world_with(
+    adjust: impl FnOnce(&mut eyrie_gateway::GatewayOptions),
+) -> (World, FakeTarget, FakeDraft) {
     let dir = tempfile::tempdir().unwrap();
     let target = FakeTarget::start(&socket(&dir, "target"), 7).await;
     let draft = FakeDraft::start(&socket(&dir, "draft"), 7, Rule::Right).await;

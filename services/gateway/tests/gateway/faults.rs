@@ -12,7 +12,9 @@ use crate::fake::*;
 
 const PROMPT: [u32; 5] = [11, 12, 13, 14, 15];
 
-async fn world_with(adjust: impl FnOnce(&mut eyrie_gateway::GatewayOptions)) -> (World, FakeTarget, FakeDraft) {
+async fn world_with(
+    adjust: impl FnOnce(&mut eyrie_gateway::GatewayOptions),
+) -> (World, FakeTarget, FakeDraft) {
     let dir = tempfile::tempdir().unwrap();
     let target = FakeTarget::start(&socket(&dir, "target"), 7).await;
     let draft = FakeDraft::start(&socket(&dir, "draft"), 7, Rule::Right).await;
@@ -184,7 +186,8 @@ async fn a_broken_target_stream_is_made_again_and_the_old_sequence_closed() {
     tokens.extend(rest.iter().flat_map(|c| c.token_ids.clone()));
     assert_eq!(tokens, plain(&PROMPT, 5, 60));
     target.events().wait(2, |s| matches!(s, Seen::Close { .. })).await;
-    let boots: Vec<_> = target.events().all().into_iter().filter(|s| matches!(s, Seen::Stream { .. })).collect();
+    let boots: Vec<_> =
+        target.events().all().into_iter().filter(|s| matches!(s, Seen::Stream { .. })).collect();
     assert_eq!(boots.len(), 2);
     assert_eq!(boots[0], boots[1], "the boot id names the gateway, not the stream");
 }

@@ -1,7 +1,8 @@
 //! The gateway between a fake target and a fake draft, over real sockets.
-#![expect(clippy::disallowed_methods, reason = "fakes end with the test")]
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "a failure here is a failed test")]
+#![expect(clippy::disallowed_methods, reason = "tasks end with the test's runtime")]
 
 mod client;
-mod faults;
 mod fake;
+mod faults;
 mod replies;

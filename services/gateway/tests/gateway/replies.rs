@@ -121,7 +121,7 @@ async fn a_stream_joined_is_the_unary_reply() {
         assert_eq!((finished[0].reason, finished[0].usage.clone()), (whole.finish_reason, whole.usage));
         let usage = finished[0].usage.as_ref().unwrap();
         let accepted: u32 = chunks.iter().map(|c| c.accepted).sum();
-        assert!(accepted > 0 && accepted <= usage.accepted_tokens, "{accepted}");
+        assert!(accepted <= usage.accepted_tokens && (accepted > 0 || usage.rounds < 3), "{accepted}");
     }
 }
 
@@ -134,8 +134,10 @@ async fn a_stop_string_cuts_text_ids_and_rounds_together() {
     let end = (at + 5..).find(|&i| text.is_char_boundary(i)).unwrap();
     let stop = &text[at..end];
     let begin = text.find(stop).unwrap();
-    let reply =
-        world.generate(GenerateRequest { stop: vec![stop.to_owned()], ..traced(&PROMPT, 60, 3) }).await.unwrap();
+    let reply = world
+        .generate(GenerateRequest { stop: vec![stop.to_owned()], ..traced(&PROMPT, 60, 3) })
+        .await
+        .unwrap();
     assert_eq!(reply.text, text[..begin]);
     assert_eq!(reply.finish_reason(), FinishReason::Stop);
     let mut detokenizer = tokenizer().detokenizer(true);

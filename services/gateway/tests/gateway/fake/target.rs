@@ -165,8 +165,7 @@ impl Engine {
                 let limits = limits.unwrap();
                 let rules = StopRules::max_tokens(limits.max_tokens).stop_ids(limits.stop_ids);
                 let seed = sampling.unwrap().seed;
-                let sequence =
-                    Sequence { tokens, kv_len: 0, round: 0, generated, seed, rules, features };
+                let sequence = Sequence { tokens, kv_len: 0, round: 0, generated, seed, rules, features };
                 assert!(self.sequences.insert(seq, sequence).is_none(), "{seq} opened twice");
                 self.work.push_back(Work::Prefill(seq));
                 None
@@ -374,7 +373,10 @@ impl Target for Service {
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
-    async fn attach(&self, _: Request<Streaming<LeaseFrame>>) -> Result<Response<Self::AttachStream>, Status> {
+    async fn attach(
+        &self,
+        _: Request<Streaming<LeaseFrame>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
         Err(refuse(Reason::Unsupported, "no leases here"))
     }
 
