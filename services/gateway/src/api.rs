@@ -112,7 +112,8 @@ impl Api {
             Some(State::Down(why)) => model.not_speculating_because = why.to_string(),
             Some(State::Suspect(ready)) => {
                 model.draft_name = ready.card.name.clone();
-                model.not_speculating_because = "the draft missed its deadline and is silent since".to_owned();
+                model.not_speculating_because =
+                    "the draft missed its deadline and is silent since".to_owned();
             }
             Some(State::Up(ready)) => {
                 model.speculating = true;

@@ -37,7 +37,9 @@ impl Served {
     /// # Errors
     /// UNSUPPORTED with the reason when the model's tokenizer cannot be read.
     pub(crate) fn tokenizer(&self) -> Result<&Tokenizer, Status> {
-        self.tokenizer.as_ref().map_err(|why| refuse(Reason::Unsupported, format!("text is not available: {why}")))
+        self.tokenizer
+            .as_ref()
+            .map_err(|why| refuse(Reason::Unsupported, format!("text is not available: {why}")))
     }
 }
 

@@ -299,7 +299,10 @@ mod tests {
             gaps.push((0..).take_while(|_| !side.ready()).count());
         }
         assert_eq!(gaps, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
-        assert!(matches!(side.hear(proposal(3, 10, &[1], &[]), NEXT, Ask::Chain(1), 100), Heard::Proposal(_)));
+        assert!(matches!(
+            side.hear(proposal(3, 10, &[1], &[]), NEXT, Ask::Chain(1), 100),
+            Heard::Proposal(_)
+        ));
         assert!(matches!(side.hear(need(3, 11), NEXT, Ask::Chain(1), 100), Heard::Garbage(_)));
         assert_eq!((0..).take_while(|_| !side.ready()).count(), 1);
     }

@@ -150,7 +150,8 @@ pub async fn run(
     on_ready: impl FnOnce(&Ready),
 ) -> Result<(), GatewayError> {
     check(&options)?;
-    let boot_id = random().map_err(GatewayError::Random)?;
+    // Peers take 0 for a missing id.
+    let boot_id = random().map_err(GatewayError::Random)?.max(1);
     let listener = Listener::bind(&options.listen).await?;
     let ready = Ready { address: listener.address().clone() };
     let grace = options.drain_grace;

@@ -48,7 +48,11 @@ fn invalid(line: String) -> Status {
 ///
 /// # Errors
 /// INVALID_ARGUMENT in one line; reason TOKEN_RANGE or CONTEXT where a program may care.
-pub(crate) fn admit(request: GenerateRequest, served: &Served, defaults: Defaults) -> Result<Admitted, Status> {
+pub(crate) fn admit(
+    request: GenerateRequest,
+    served: &Served,
+    defaults: Defaults,
+) -> Result<Admitted, Status> {
     let card = &served.card;
     let sampling = sampling(&request, card, defaults.seed)?;
     check_stops(&request, card)?;
@@ -250,7 +254,10 @@ mod tests {
         let off = Mode::Off as i32;
         let cases = [
             (GenerateRequest { prompt: None, ..request() }, "prompt must be text or ids, given neither"),
-            (GenerateRequest { prompt: ids(vec![]), ..request() }, "prompt must have at least 1 token, given 0"),
+            (
+                GenerateRequest { prompt: ids(vec![]), ..request() },
+                "prompt must have at least 1 token, given 0",
+            ),
             (
                 GenerateRequest { prompt: Some(Prompt::Text("a".repeat(65))), ..request() },
                 "text must have at most 64 bytes, given 65",
@@ -268,14 +275,26 @@ mod tests {
                 GenerateRequest { temperature: Some(-0.1), ..request() },
                 "temperature must be between 0 and 100, given -0.1",
             ),
-            (GenerateRequest { top_p: Some(0.0), ..request() }, "top_p must be above 0 and at most 1, given 0"),
+            (
+                GenerateRequest { top_p: Some(0.0), ..request() },
+                "top_p must be above 0 and at most 1, given 0",
+            ),
             (GenerateRequest { min_p: Some(1.5), ..request() }, "min_p must be between 0 and 1, given 1.5"),
-            (GenerateRequest { stop: vec!["x".into(); 17], ..request() }, "stop must have at most 16 strings"),
+            (
+                GenerateRequest { stop: vec!["x".into(); 17], ..request() },
+                "stop must have at most 16 strings",
+            ),
             (GenerateRequest { stop: vec![String::new()], ..request() }, "stop[0] must have 1 to 256 bytes"),
             (GenerateRequest { stop: vec!["y".repeat(257)], ..request() }, "given 257"),
-            (GenerateRequest { stop_ids: vec![1; 65], ..request() }, "stop_ids must have at most 64 ids, given 65"),
+            (
+                GenerateRequest { stop_ids: vec![1; 65], ..request() },
+                "stop_ids must have at most 64 ids, given 65",
+            ),
             (GenerateRequest { request_id: "r".repeat(129), ..request() }, "at most 128 bytes, given 129"),
-            (speculate(Speculation { mode: 9, ..base() }), "speculation.mode must be AUTO (1) or OFF (2), given 9"),
+            (
+                speculate(Speculation { mode: 9, ..base() }),
+                "speculation.mode must be AUTO (1) or OFF (2), given 9",
+            ),
             (
                 speculate(Speculation { max_draft_tokens: Some(6), ..base() }),
                 "speculation.max_draft_tokens must be at most 5, given 6",
@@ -288,7 +307,10 @@ mod tests {
                 speculate(Speculation { tree: tree(4, 5, 16), ..base() }),
                 "speculation.tree.nodes must be at most 8, given 16",
             ),
-            (speculate(Speculation { tree: tree(0, 5, 8), ..base() }), "speculation.tree top-k must be between 1"),
+            (
+                speculate(Speculation { tree: tree(0, 5, 8), ..base() }),
+                "speculation.tree top-k must be between 1",
+            ),
             (
                 speculate(Speculation { mode: off, max_draft_tokens: Some(1), ..base() }),
                 "speculation.max_draft_tokens must be 0 with mode OFF, given 1",
@@ -303,7 +325,8 @@ mod tests {
 
     #[test]
     fn token_range_and_context_have_their_own_reason() {
-        let ids = |ids: Vec<u32>| GenerateRequest { prompt: Some(Prompt::Ids(TokenIds { ids })), ..request() };
+        let ids =
+            |ids: Vec<u32>| GenerateRequest { prompt: Some(Prompt::Ids(TokenIds { ids })), ..request() };
         for (request, reason, line) in [
             (ids(vec![5, 100]), "TOKEN_RANGE", "prompt[1] must be below the vocabulary size 100, given 100"),
             (
@@ -331,12 +354,8 @@ mod tests {
         let tree = WireTree { top_k: 2, levels: 2, nodes: 7 };
         let shape = TreeShape::try_new(2, 2, 7).unwrap();
         assert_eq!(plan(Speculation { tree: Some(tree), ..base() }), Plan::Tree(shape));
-        let status = admit(
-            GenerateRequest { stop: vec!["\n".into()], ..request() },
-            &served(),
-            defaults(),
-        )
-        .unwrap_err();
+        let status = admit(GenerateRequest { stop: vec!["\n".into()], ..request() }, &served(), defaults())
+            .unwrap_err();
         assert_eq!(status.code(), tonic::Code::Unimplemented, "stop strings need a tokenizer");
     }
 }

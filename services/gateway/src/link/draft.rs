@@ -82,8 +82,7 @@ impl Peer for DraftPeer {
         let card = described.await?.into_inner();
         check_card(&card, epoch, &fingerprint)?;
         let (frames, outgoing) = mpsc::channel(FRAMES);
-        let first =
-            DraftFrame { hello: Some(hello(self.boot_id, epoch, &fingerprint)), items: Vec::new() };
+        let first = DraftFrame { hello: Some(hello(self.boot_id, epoch, &fingerprint)), items: Vec::new() };
         // The channel is empty: the first frame always fits.
         let _ = frames.try_send(first);
         let rounds = client.rounds(ReceiverStream::new(outgoing));

@@ -38,7 +38,11 @@ impl TargetPeer {
         Self { address, boot_id, last: Mutex::new(None) }
     }
 
-    async fn served(&self, client: &mut TargetClient<Channel>, card: ModelCard) -> Result<Arc<Served>, Status> {
+    async fn served(
+        &self,
+        client: &mut TargetClient<Channel>,
+        card: ModelCard,
+    ) -> Result<Arc<Served>, Status> {
         let last = self.last.lock().clone();
         let served = Arc::new(catalog::fetch(client, card, last.as_deref()).await?);
         *self.last.lock() = Some(Arc::clone(&served));
