@@ -52,7 +52,7 @@ fn set_tree(request: &mut GenerateRequest, top_k: u32, levels: u32, nodes: u32) 
     request.speculation.get_or_insert_default().tree = Some(TreeShape { top_k, levels, nodes });
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_out_of_range_are_refused_by_name_and_the_service_goes_on() {
     let fleet = Fleet::start(EYRIE, &[]);
     let mut client = client(&fleet.ready().grpc).await;
@@ -134,7 +134,7 @@ fn broken_folders_are_refused_by_doctor_and_by_every_start() {
     let mini = mini();
     let target = mini.to_str().unwrap();
     let drafts: Vec<(tempfile::TempDir, &[&str])> = vec![
-        (spoiled(&mini_eagle3(), "config.json", replace("\"vocab_size\": 4096", "\"vocab_size\": 5000")), &["vocab_size", "5000", "4096"]),
+        (spoiled(&mini_eagle3(), "config.json", replace("\"vocab_size\": 4096", "\"vocab_size\": 5000")), &["t2d", "5000", "4096"]),
         (spoiled(&mini_eagle3(), "config.json", replace("\"draft_vocab_size\": 2048", "\"draft_vocab_size\": 2000")), &["2000", "2048"]),
         (spoiled(&mini_eagle3(), "model.safetensors", truncated), &["model.safetensors"]),
     ];

@@ -32,7 +32,7 @@ fn drafted(outcome: &Outcome, from: usize) -> usize {
     outcome.rounds[from..].iter().filter(|r| !r.proposed.is_empty()).count()
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_draft_is_missed_and_speculates_again_in_the_same_request() {
     let fleet = Fleet::start(EYRIE, &["--restart"]);
     let before = fleet.ready();
@@ -54,7 +54,7 @@ async fn killed_draft_is_missed_and_speculates_again_in_the_same_request() {
     assert_eq!(after.pids.gateway, before.pids.gateway);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frozen_draft_is_left_aside_and_taken_back_when_it_thaws() {
     let fleet = Fleet::start(EYRIE, &[]);
     let ready = fleet.ready();
@@ -83,7 +83,7 @@ async fn frozen_draft_is_left_aside_and_taken_back_when_it_thaws() {
     assert!(drafted(&outcome, round_after(&outcome, 2 * HIT_AT + 50)) > 0, "speculates again");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dead_draft_without_restart_leaves_a_plain_service() {
     let fleet = Fleet::start(EYRIE, &[]);
     let ready = fleet.ready();

@@ -6,7 +6,7 @@ const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 /// Two correct float32 implementations may choose differently only where the reference's gap is smaller.
 const CLOSE: f64 = 2e-4;
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn greedy_tokens_and_chain_rounds_equal_the_reference() {
     let fleet = Fleet::start(EYRIE, &[]);
     let mut client = client(&fleet.ready().grpc).await;
@@ -43,7 +43,7 @@ fn check_rounds(golden: &Golden, k: u32, outcome: &eyrie_tests::Outcome) {
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn text_prompts_encode_as_the_reference_did_and_decode_back() {
     let fleet = Fleet::start(EYRIE, &["--no-draft"]);
     for golden in goldens().iter().take(4) {

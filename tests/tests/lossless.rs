@@ -12,7 +12,7 @@ fn variants(prompt: &[u32]) -> Vec<Asked> {
     all
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn same_tokens_with_every_k_and_every_chunk_size() {
     let prompts: Vec<_> = goldens().into_iter().take(3).map(|g| g.prompt_ids).collect();
     let mut reference: Option<Vec<Vec<u32>>> = None;
@@ -40,7 +40,7 @@ async fn same_tokens_with_every_k_and_every_chunk_size() {
     assert!((1..4).all(|i| (0..i).all(|j| seeded[i] != seeded[j])), "seeds give different tokens");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn same_tokens_beside_seven_others_that_join_and_leave() {
     let fleet = Fleet::start(EYRIE, &[]);
     let endpoint = fleet.ready().grpc;

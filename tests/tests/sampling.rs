@@ -37,7 +37,7 @@ fn chi_square(counts: &[u64], probabilities: &[f64], draws: f64) -> (f64, f64) {
     (statistic, cells - 1.0)
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn drawn_tokens_follow_the_reference_distribution() {
     let target = root().join("tests/fixtures/v3");
     let draft = root().join("tests/fixtures/v3_eagle3");

@@ -15,7 +15,7 @@ async fn speculating(endpoint: &str) {
     .await;
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn any_order_of_start_ends_in_speculation() {
     let golden = &goldens()[3];
     for order in [["gateway", "draft", "target"], ["draft", "target", "gateway"]] {
@@ -44,7 +44,7 @@ async fn any_order_of_start_ends_in_speculation() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_between_the_services_serves_the_same() {
     let fleet = Fleet::start(EYRIE, &["--tcp"]);
     let ready = fleet.ready();
@@ -56,7 +56,7 @@ async fn tcp_between_the_services_serves_the_same() {
     assert_eq!(fleet.stop(), Some(0), "SIGTERM drains and ends with 0");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restarted_target_serves_again_with_a_new_epoch() {
     let fleet = Fleet::start(EYRIE, &["--restart"]);
     let before = fleet.ready();
@@ -71,7 +71,7 @@ async fn restarted_target_serves_again_with_a_new_epoch() {
     assert!(outcome.usage.accepted_tokens > 0);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_target_costs_a_running_request_nothing_but_time() {
     let fleet = Fleet::start(EYRIE, &["--restart"]);
     let ready = fleet.ready();

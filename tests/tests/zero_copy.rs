@@ -49,7 +49,7 @@ fn memfd_mappings(pid: u32) -> Vec<Mapping> {
     found.into_iter().filter(|(memfd, _)| *memfd).map(|(_, mapping)| mapping).collect()
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draft_maps_the_embedding_and_owns_none_of_it() {
     let fleet = Fleet::start(EYRIE, &[]);
     let ready = fleet.ready();
@@ -72,7 +72,7 @@ async fn draft_maps_the_embedding_and_owns_none_of_it() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draft_without_a_head_uses_the_target_s() {
     let fixtures = root().join("tests/fixtures");
     let (target, draft) = (fixtures.join("v3"), fixtures.join("v3_eagle3_shared"));

@@ -23,11 +23,6 @@ impl Style {
         Self { on: terminal && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()) }
     }
 
-    /// Colours are shown.
-    pub(crate) fn is_on(self) -> bool {
-        self.on
-    }
-
     fn paint(self, code: &str, text: &str) -> String {
         if self.on { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
     }
