@@ -19,12 +19,22 @@ type Case = (&'static str, fn(&mut GenerateRequest), Code, &'static [&'static st
 
 const CASES: &[Case] = &[
     ("no prompt", |r| r.prompt = None, Code::InvalidArgument, &["prompt"]),
-    ("empty text", |r| r.prompt = Some(generate_request::Prompt::Text(String::new())), Code::InvalidArgument, &["prompt"]),
+    (
+        "empty text",
+        |r| r.prompt = Some(generate_request::Prompt::Text(String::new())),
+        Code::InvalidArgument,
+        &["prompt"],
+    ),
     ("id too large", |r| set_ids(r, vec![1, 4096]), Code::InvalidArgument, &["4096"]),
     ("prompt too long", |r| set_ids(r, vec![9; 5000]), Code::InvalidArgument, &["5000", "4096"]),
     ("max_tokens 0", |r| r.max_tokens = Some(0), Code::InvalidArgument, &["max_tokens", "0"]),
     ("temperature NaN", |r| r.temperature = Some(f32::NAN), Code::InvalidArgument, &["temperature", "NaN"]),
-    ("temperature inf", |r| r.temperature = Some(f32::INFINITY), Code::InvalidArgument, &["temperature", "inf"]),
+    (
+        "temperature inf",
+        |r| r.temperature = Some(f32::INFINITY),
+        Code::InvalidArgument,
+        &["temperature", "inf"],
+    ),
     ("temperature -1", |r| r.temperature = Some(-1.0), Code::InvalidArgument, &["temperature", "-1"]),
     ("top_p 0", |r| r.top_p = Some(0.0), Code::InvalidArgument, &["top_p", "0"]),
     ("top_p 2", |r| r.top_p = Some(2.0), Code::InvalidArgument, &["top_p", "2"]),
@@ -35,7 +45,15 @@ const CASES: &[Case] = &[
     ("long stop", |r| r.stop = vec!["x".repeat(257)], Code::InvalidArgument, &["stop", "257", "256"]),
     ("stop id", |r| r.stop_ids = vec![70_000], Code::InvalidArgument, &["70000", "4096"]),
     ("K 1000", |r| set_k(r, 1000), Code::InvalidArgument, &["max_draft_tokens", "1000"]),
-    ("K and tree", |r| { set_k(r, 2); set_tree(r, 4, 5, 16) }, Code::InvalidArgument, &["tree", "max_draft_tokens"]),
+    (
+        "K and tree",
+        |r| {
+            set_k(r, 2);
+            set_tree(r, 4, 5, 16)
+        },
+        Code::InvalidArgument,
+        &["tree", "max_draft_tokens"],
+    ),
     ("tree too small", |r| set_tree(r, 2, 2, 60), Code::InvalidArgument, &["tree"]),
     ("long request id", |r| r.request_id = "x".repeat(129), Code::InvalidArgument, &["request_id", "128"]),
 ];
@@ -81,7 +99,12 @@ async fn requests_out_of_range_are_refused_by_name_and_the_service_goes_on() {
 
 #[test]
 fn wrong_usage_exits_with_2_and_failed_requests_with_1() {
-    for usage in [&["generate"][..], &["generate", "--prompt", "x", "--prompt-ids", "1"], &["nonsense"], &["generate", "--prompt", "x", "--tree", "4x5"]] {
+    for usage in [
+        &["generate"][..],
+        &["generate", "--prompt", "x", "--prompt-ids", "1"],
+        &["nonsense"],
+        &["generate", "--prompt", "x", "--tree", "4x5"],
+    ] {
         assert_eq!(run(usage).status.code(), Some(2), "{usage:?}");
     }
     let nobody = run(&["generate", "--endpoint", "http://127.0.0.1:9", "--prompt", "x"]);
@@ -116,12 +139,21 @@ fn replace(from: &'static str, to: &'static str) -> impl FnOnce(Vec<u8>) -> Opti
 #[test]
 fn broken_folders_are_refused_by_doctor_and_by_every_start() {
     let v3 = root().join("tests/fixtures/v3");
-    let truncated = |mut b: Vec<u8>| { b.truncate(b.len() - 100); Some(b) };
+    let truncated = |mut b: Vec<u8>| {
+        b.truncate(b.len() - 100);
+        Some(b)
+    };
     let targets: Vec<(tempfile::TempDir, &[&str])> = vec![
         (spoiled(&mini(), "model.safetensors", truncated), &["model.safetensors"]),
         (spoiled(&v3, "model-00002-of-00003.safetensors", |_| None), &["model-00002-of-00003.safetensors"]),
-        (spoiled(&mini(), "config.json", replace("\"vocab_size\": 4096", "\"vocab_size\": 4097")), &["embed_tokens", "4097", "4096"]),
-        (spoiled(&mini(), "config.json", replace("DeepseekV3ForCausalLM", "LlamaForCausalLM")), &["config.json", "LlamaForCausalLM"]),
+        (
+            spoiled(&mini(), "config.json", replace("\"vocab_size\": 4096", "\"vocab_size\": 4097")),
+            &["embed_tokens", "4097", "4096"],
+        ),
+        (
+            spoiled(&mini(), "config.json", replace("DeepseekV3ForCausalLM", "LlamaForCausalLM")),
+            &["config.json", "LlamaForCausalLM"],
+        ),
         (spoiled(&mini(), "config.json", replace("{", "{{")), &["config.json"]),
     ];
     for (folder, parts) in &targets {
@@ -134,8 +166,18 @@ fn broken_folders_are_refused_by_doctor_and_by_every_start() {
     let mini = mini();
     let target = mini.to_str().unwrap();
     let drafts: Vec<(tempfile::TempDir, &[&str])> = vec![
-        (spoiled(&mini_eagle3(), "config.json", replace("\"vocab_size\": 4096", "\"vocab_size\": 5000")), &["t2d", "5000", "4096"]),
-        (spoiled(&mini_eagle3(), "config.json", replace("\"draft_vocab_size\": 2048", "\"draft_vocab_size\": 2000")), &["2000", "2048"]),
+        (
+            spoiled(&mini_eagle3(), "config.json", replace("\"vocab_size\": 4096", "\"vocab_size\": 5000")),
+            &["t2d", "5000", "4096"],
+        ),
+        (
+            spoiled(
+                &mini_eagle3(),
+                "config.json",
+                replace("\"draft_vocab_size\": 2048", "\"draft_vocab_size\": 2000"),
+            ),
+            &["2000", "2048"],
+        ),
         (spoiled(&mini_eagle3(), "model.safetensors", truncated), &["model.safetensors"]),
     ];
     for (folder, parts) in &drafts {

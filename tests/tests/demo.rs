@@ -10,7 +10,9 @@ fn demo_serves_the_bundled_pair_and_compares_with_plain() {
     let (text, told) = (String::from_utf8(out.stdout).unwrap(), String::from_utf8(out.stderr).unwrap());
     assert!(out.status.success(), "{told}");
     assert!(text.len() > 100, "a completion is shown: {text}");
-    for part in ["tokens a round", "accepted by position", "plain", "speculative", "shared without copy", "identical"] {
+    for part in
+        ["tokens a round", "accepted by position", "plain", "speculative", "shared without copy", "identical"]
+    {
         assert!(told.contains(part), "the summary tells {part}: {told}");
     }
 }

@@ -10,7 +10,14 @@ const HIT_AT: usize = 100;
 /// Index of the first traced round after `ids` tokens.
 fn round_after(outcome: &Outcome, ids: usize) -> usize {
     let mut seen = 1;
-    outcome.rounds.iter().take_while(|r| { seen += r.emitted.len(); seen <= ids }).count()
+    outcome
+        .rounds
+        .iter()
+        .take_while(|r| {
+            seen += r.emitted.len();
+            seen <= ids
+        })
+        .count()
 }
 
 /// Runs a K = 3 request, calls `hit` once when `HIT_AT` tokens are out, and returns the outcome.
@@ -43,7 +50,9 @@ async fn killed_draft_is_missed_and_speculates_again_in_the_same_request() {
 
     assert_eq!(killed.ids, plain.ids);
     let hit = round_after(&killed, HIT_AT);
-    let gap = killed.rounds[hit..].iter().position(|r| r.proposed.is_empty()).expect("rounds without a draft") + hit;
+    let gap =
+        killed.rounds[hit..].iter().position(|r| r.proposed.is_empty()).expect("rounds without a draft")
+            + hit;
     assert!(drafted(&killed, gap) > 0, "speculates again after round {gap} of {}", killed.rounds.len());
     assert!(killed.usage.rounds_without_draft > 0);
     let after = until("the new draft's pid", async || {
@@ -63,7 +72,8 @@ async fn frozen_draft_is_left_aside_and_taken_back_when_it_thaws() {
     let plain = ask(prompt, TOKENS).sampled(0.7, 5).run(&mut client(&ready.grpc).await).await.unwrap();
 
     let mut client = client(&ready.grpc).await;
-    let stream = client.generate_stream(ask(prompt, TOKENS).chain(3).sampled(0.7, 5).0).await.unwrap().into_inner();
+    let stream =
+        client.generate_stream(ask(prompt, TOKENS).chain(3).sampled(0.7, 5).0).await.unwrap().into_inner();
     let (mut frozen, mut thawed) = (false, false);
     let outcome = collect(stream, |so_far| {
         if !frozen && so_far.ids.len() >= HIT_AT {

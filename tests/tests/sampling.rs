@@ -42,16 +42,12 @@ async fn drawn_tokens_follow_the_reference_distribution() {
     let target = root().join("tests/fixtures/v3");
     let draft = root().join("tests/fixtures/v3_eagle3");
     let expected = safetensors::load(target.join("expected.safetensors"), &Device::Cpu).unwrap();
-    let tokens: Vec<u32> = expected["tokens"]
-        .get(0)
-        .unwrap()
-        .to_dtype(candle_core::DType::U32)
-        .unwrap()
-        .to_vec1()
-        .unwrap();
+    let tokens: Vec<u32> =
+        expected["tokens"].get(0).unwrap().to_dtype(candle_core::DType::U32).unwrap().to_vec1().unwrap();
     let position = 5;
     let probabilities = probabilities(&expected, position);
-    let fleet = Fleet::start(EYRIE, &["--target", target.to_str().unwrap(), "--draft", draft.to_str().unwrap()]);
+    let fleet =
+        Fleet::start(EYRIE, &["--target", target.to_str().unwrap(), "--draft", draft.to_str().unwrap()]);
     let mut client = client(&fleet.ready().grpc).await;
 
     let mut counts = vec![0u64; probabilities.len()];
@@ -64,7 +60,10 @@ async fn drawn_tokens_follow_the_reference_distribution() {
     // Mean `freedom`, variance 2·`freedom`: five standard deviations. Seeds are fixed, so this cannot flake.
     let limit = freedom + 5.0 * (2.0 * freedom).sqrt();
     assert!(freedom > 10.0, "the position is spread over {freedom} cells");
-    assert!(statistic < limit, "chi-square {statistic:.1} over {freedom} degrees of freedom, limit {limit:.1}");
+    assert!(
+        statistic < limit,
+        "chi-square {statistic:.1} over {freedom} degrees of freedom, limit {limit:.1}"
+    );
 
     // The check can fail: the same counts against the distribution of another temperature.
     let flat = vec![1.0 / counts.len() as f64; counts.len()];

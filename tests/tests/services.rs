@@ -62,8 +62,9 @@ async fn restarted_target_serves_again_with_a_new_epoch() {
     let before = fleet.ready();
     let golden = &goldens()[5];
     signal(before.pids.target, Signal::KILL);
-    let after =
-        until("the new target's pid", async || Some(fleet.ready()).filter(|r| r.pids.target != before.pids.target));
+    let after = until("the new target's pid", async || {
+        Some(fleet.ready()).filter(|r| r.pids.target != before.pids.target)
+    });
     let after = after.await;
     speculating(&after.grpc).await;
     let outcome = ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&after.grpc).await).await.unwrap();

@@ -29,7 +29,10 @@ fn memfd_mappings(pid: u32) -> Vec<Mapping> {
     for line in smaps.lines() {
         let fields: Vec<&str> = line.split_whitespace().collect();
         match fields[..] {
-            [range, flags, _, _, inode, ..] if range.contains('-') && inode.parse::<u64>().is_ok() || flags.len() == 4 && range.contains('-') => {
+            [range, flags, _, _, inode, ..]
+                if range.contains('-') && inode.parse::<u64>().is_ok()
+                    || flags.len() == 4 && range.contains('-') =>
+            {
                 let memfd = line.contains("/memfd:");
                 found.push((memfd, Mapping { writable: flags.contains('w'), ..Mapping::default() }));
             }
@@ -64,7 +67,8 @@ async fn draft_maps_the_embedding_and_owns_none_of_it() {
     assert_eq!(card.mapped_kind, "memfd");
 
     let mappings = memfd_mappings(ready.pids.draft.unwrap());
-    let weights = mappings.iter().filter(|m| m.size >= shared).max_by_key(|m| m.rss).expect("a mapping of the weights");
+    let weights =
+        mappings.iter().filter(|m| m.size >= shared).max_by_key(|m| m.rss).expect("a mapping of the weights");
     assert!(weights.rss > 0, "looked-up rows are resident through the mapping");
     for mapping in &mappings {
         assert!(!mapping.writable, "mapped read-only: {mapping:?}");
@@ -76,7 +80,8 @@ async fn draft_maps_the_embedding_and_owns_none_of_it() {
 async fn draft_without_a_head_uses_the_target_s() {
     let fixtures = root().join("tests/fixtures");
     let (target, draft) = (fixtures.join("v3"), fixtures.join("v3_eagle3_shared"));
-    let fleet = Fleet::start(EYRIE, &["--target", target.to_str().unwrap(), "--draft", draft.to_str().unwrap()]);
+    let fleet =
+        Fleet::start(EYRIE, &["--target", target.to_str().unwrap(), "--draft", draft.to_str().unwrap()]);
     let ready = fleet.ready();
     let mut client = client(&ready.grpc).await;
     let prompt: Vec<u32> = (1..40).collect();

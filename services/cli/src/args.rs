@@ -86,7 +86,8 @@ pub(crate) struct DemoArgs {
     pub(crate) max_draft_tokens: u32,
 }
 
-const DEMO_PROMPT: &str = "def read_config(path):\n    \"\"\"Read the configuration file at `path` and return a dictionary.";
+const DEMO_PROMPT: &str =
+    "def read_config(path):\n    \"\"\"Read the configuration file at `path` and return a dictionary.";
 
 #[derive(Debug, Args)]
 pub(crate) struct UpArgs {
@@ -293,8 +294,11 @@ fn parse_address(s: &str) -> Result<Address, String> {
 }
 
 fn parse_tree(s: &str) -> Result<eyrie_wire::v1::TreeShape, String> {
-    let parts: Vec<u32> = 
-        s.split('x').map(str::parse).collect::<Result<_, std::num::ParseIntError>>().map_err(|e| e.to_string())?;
+    let parts: Vec<u32> = s
+        .split('x')
+        .map(str::parse)
+        .collect::<Result<_, std::num::ParseIntError>>()
+        .map_err(|e| e.to_string())?;
     match parts[..] {
         [top_k, levels, nodes] if top_k > 0 && levels > 0 && nodes > 1 => {
             Ok(eyrie_wire::v1::TreeShape { top_k, levels, nodes })

@@ -36,14 +36,19 @@ pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
     let outcome = measure(&mut fleet, &args).await;
     fleet.stop().await;
     let settings = outcome?;
-    if args.json { print_json(&settings, &args)? } else { print_table(&settings)? }
+    if args.json {
+        print_json(&settings, &args)?
+    } else {
+        print_table(&settings)?
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 async fn measure(fleet: &mut Fleet, args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
     fleet.wait_ready().await?;
     let mut client = client::connect(&fleet.gateway).await?;
-    let setting = |name: String, drafting| Setting { name, drafting, rates: Vec::new(), tokens: 0, rounds: 0 };
+    let setting =
+        |name: String, drafting| Setting { name, drafting, rates: Vec::new(), tokens: 0, rounds: 0 };
     let mut settings = vec![setting("plain".to_owned(), Drafting::Plain)];
     if fleet.draft.is_some() {
         settings.extend(CHAINS.map(|k| setting(format!("K={k}"), Drafting::Chain(k))));

@@ -17,7 +17,9 @@ pub(crate) type Client = GenerationClient<Channel>;
 /// Connects to a gateway.
 pub(crate) async fn connect(address: &Address) -> anyhow::Result<Client> {
     let channel = eyrie_wire::connect(address).await.map_err(status_line)?;
-    Ok(GenerationClient::new(channel).max_decoding_message_size(MAX_MESSAGE).max_encoding_message_size(MAX_MESSAGE))
+    Ok(GenerationClient::new(channel)
+        .max_decoding_message_size(MAX_MESSAGE)
+        .max_encoding_message_size(MAX_MESSAGE))
 }
 
 /// A status as the one line that a person reads.

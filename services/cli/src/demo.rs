@@ -64,18 +64,24 @@ pub(crate) async fn demo(args: DemoArgs) -> anyhow::Result<ExitCode> {
 async fn watch(fleet: &mut Fleet, args: &DemoArgs, style: Style) -> anyhow::Result<()> {
     let model = fleet.wait_ready().await?;
     introduce(fleet, &model, style);
-    let drafting = if fleet.draft.is_some() { Drafting::Chain(args.max_draft_tokens) } else { Drafting::Plain };
+    let drafting =
+        if fleet.draft.is_some() { Drafting::Chain(args.max_draft_tokens) } else { Drafting::Plain };
     let mut client = client::connect(&fleet.gateway).await?;
 
     style::note(&style.dim(&args.prompt));
     let mut printer = Printer::new(true);
-    let shown = client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, drafting), |c| printer.chunk(c)).await?;
+    let shown = client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, drafting), |c| {
+        printer.chunk(c)
+    })
+    .await?;
     printer.end()?;
 
     // The two rates come from the same requests run back to back, the shown one having warmed both up.
     let plain =
-        client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, Drafting::Plain), |_| {}).await?;
-    let fast = client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, drafting), |_| {}).await?;
+        client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, Drafting::Plain), |_| {})
+            .await?;
+    let fast =
+        client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, drafting), |_| {}).await?;
     let model = client.get_model(GetModelRequest {}).await.map_err(client::status_line)?.into_inner();
     summarise(&shown, &plain, &fast, &model, fleet.draft.is_some(), style);
     anyhow::ensure!(
@@ -99,11 +105,21 @@ fn introduce(fleet: &Fleet, model: &Model, style: Style) {
         pid(Role::Gateway),
     ));
     if fleet.draft.is_some() {
-        style::note(&format!("tokens that the draft guessed and the target accepted are {}\n", style.good("green")));
+        style::note(&format!(
+            "tokens that the draft guessed and the target accepted are {}\n",
+            style.good("green")
+        ));
     }
 }
 
-fn summarise(shown: &Completion, plain: &Completion, fast: &Completion, model: &Model, drafted: bool, style: Style) {
+fn summarise(
+    shown: &Completion,
+    plain: &Completion,
+    fast: &Completion,
+    model: &Model,
+    drafted: bool,
+    style: Style,
+) {
     let usage = &shown.usage;
     style::note("");
     style::note(&format!(

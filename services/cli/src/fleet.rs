@@ -289,15 +289,26 @@ impl Exited {
     }
 }
 
-fn target_args(pair: &PairArgs, dir: &Path, draft: Option<&Path>, listen: &Address) -> anyhow::Result<Vec<String>> {
+fn target_args(
+    pair: &PairArgs,
+    dir: &Path,
+    draft: Option<&Path>,
+    listen: &Address,
+) -> anyhow::Result<Vec<String>> {
     let mut args = vec!["target".to_owned(), "--model".to_owned(), path_arg(dir)];
     args.extend(["--listen".to_owned(), listen.to_string()]);
     if let Some(draft) = draft {
         let ids = demo::aux_layers(dir, draft)?;
-        args.extend(["--aux-layers".to_owned(), ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")]);
+        args.extend([
+            "--aux-layers".to_owned(),
+            ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
+        ]);
     }
-    let numbers =
-        [("--threads", pair.threads), ("--kv-tokens", pair.kv_tokens), ("--prefill-chunk", pair.prefill_chunk)];
+    let numbers = [
+        ("--threads", pair.threads),
+        ("--kv-tokens", pair.kv_tokens),
+        ("--prefill-chunk", pair.prefill_chunk),
+    ];
     for (name, value) in numbers {
         if let Some(value) = value {
             args.extend([name.to_owned(), value.to_string()]);

@@ -5,7 +5,9 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use eyrie_wire::v1::speculation::Mode;
-use eyrie_wire::v1::{FinishReason, GenerateChunk, GenerateRequest, Round, Speculation, Usage, generate_request, round};
+use eyrie_wire::v1::{
+    FinishReason, GenerateChunk, GenerateRequest, Round, Speculation, Usage, generate_request, round,
+};
 use serde_json::{Value, json};
 
 use crate::args::GenerateArgs;

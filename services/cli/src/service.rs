@@ -89,7 +89,10 @@ fn begin(args: &ServiceArgs) -> anyhow::Result<Drain> {
     };
     let grace = Duration::from_secs(args.drain_grace);
     let handle = drain.clone();
-    #[expect(clippy::disallowed_methods, reason = "the drain's own watcher: tracked, it would wait for itself")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the drain's own watcher: tracked, it would wait for itself"
+    )]
     tokio::spawn(async move {
         ends.next().await;
         tracing::info!("draining, at most {} s", grace.as_secs());

@@ -35,10 +35,17 @@ async fn serve(fleet: &mut Fleet, pair: &PairArgs) -> anyhow::Result<()> {
     let style = Style::stderr();
     style::note(&format!("{} {} is served", style.good("ready"), style.bold(&model.name)));
     style::note(&format!("  clients  {}", fleet.gateway));
-    style::note(&format!("  target   {} (pid {})", fleet.target, fleet.pid(Role::Target).unwrap_or_default()));
+    style::note(&format!(
+        "  target   {} (pid {})",
+        fleet.target,
+        fleet.pid(Role::Target).unwrap_or_default()
+    ));
     if let Some(draft) = &fleet.draft {
         style::note(&format!("  draft    {draft} (pid {})", fleet.pid(Role::Draft).unwrap_or_default()));
-        style::note(&format!("  shared   {} mapped by the draft, not copied", style::bytes(model.shared_bytes)));
+        style::note(&format!(
+            "  shared   {} mapped by the draft, not copied",
+            style::bytes(model.shared_bytes)
+        ));
     }
     style::note(&format!("  logs     {}", fleet.log_path(Role::Target).with_file_name("*.log").display()));
     style::note(&style.dim(&format!(
