@@ -161,8 +161,10 @@ impl Cpu {
         if parts <= 1 {
             return self.pool.run(1, &|_| body(0..ends.len()));
         }
-        let cut = |part: usize| {
-            if part == parts { ends.len() } else { ends.partition_point(|&end| end <= total * part / parts) }
+        let cut = |part: usize| match part {
+            0 => 0,
+            _ if part == parts => ends.len(),
+            _ => ends.partition_point(|&end| end <= total * part / parts),
         };
         self.pool.run(parts, &|part| body(cut(part)..cut(part + 1)))
     }
@@ -234,8 +236,8 @@ mod tests {
                 let hit = |range: Range<usize>| {
                     for i in range {
                         // SAFETY: each item is in one range, which is what the test checks.
-                        unsafe { shared.slice(i..i + 1) }
-                        [0] += 1.0;
+                        let hit = unsafe { shared.slice(i..i + 1) };
+                        hit[0] += 1.0;
                     }
                 };
                 cpu.split(count, 1 << 20, hit).unwrap();

@@ -1,7 +1,7 @@
 //! Every kernel against a naive float64 reference, and every kernel bit-equal across instruction sets,
 //! thread counts, batch widths and chunkings.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "test helpers outside #[test] functions")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "test code outside #[test] functions")]
 
 mod attention;
 mod common;
