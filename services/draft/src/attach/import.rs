@@ -11,6 +11,7 @@ use eyrie_model::{CaptureSet, Eagle3Head, ModelError, SharedWeights};
 use eyrie_region::{DoorError, FdDoor, ImportedMemfd, Region, RegionError, RingError, RingReader, Token};
 use eyrie_wire::v1::LeaseGrant;
 use eyrie_wire::{GrantMessageError, grant_from_wire};
+use tokio_util::sync::CancellationToken;
 
 use crate::engine::Attachment;
 
@@ -31,6 +32,8 @@ pub(crate) enum ImportError {
     Grant(#[from] GrantMessageError),
     #[error("grant: descriptors must be [weights, ring], given {given}")]
     Descriptors { given: usize },
+    #[error("nobody waits for it any more")]
+    GivenUp,
     #[error(transparent)]
     Door(#[from] DoorError),
     #[error("shared weights: {0}")]
@@ -56,6 +59,7 @@ pub(crate) fn import(
     aux: &AuxIds,
     cpu: &Cpu,
     cache_tokens: usize,
+    given_up: &CancellationToken,
 ) -> Result<Imported, ImportError> {
     let token =
         Token::try_from(grant.token.as_ref()).map_err(|_| ImportError::Token { given: grant.token.len() })?;
@@ -67,6 +71,10 @@ pub(crate) fn import(
     let ring = RingReader::open(ring, geometry, epoch)?;
     let mapped = Arc::downgrade(&region);
     let shared = SharedWeights::import(region, &granted, epoch)?;
+    // Mapping and checksums are behind, packing the head lies ahead: both take seconds with large tables.
+    if given_up.is_cancelled() {
+        return Err(ImportError::GivenUp);
+    }
     let capture = CaptureSet::new(&aux.canonical, grant.layers as usize)?;
     let head = Eagle3Head::load(checkpoint, &capture, &shared, cpu)?;
     let cache = head.new_cache(cache_tokens, PAGE_ROWS)?;

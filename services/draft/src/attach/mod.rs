@@ -130,6 +130,9 @@ impl Attacher {
         let grant = timely(grants.message()).await?.ok_or(NoLease::NoGrant)?;
         let aux = checks::check(&grant, &card, self.checkpoint.config(), self.options.aux_convention)?;
         let (lease, attachment) = self.load(&mut grants, grant, aux).await?;
+        if !self.engine.send(Command::Attach(attachment)).await {
+            return Err(NoLease::EngineGone);
+        }
         tracing::info!(
             peer = %self.options.target,
             epoch = %format_args!("{:016x}", lease.epoch),
@@ -137,9 +140,6 @@ impl Attacher {
             aux = %lease.aux_rule,
             "attached"
         );
-        if !self.engine.send(Command::Attach(attachment)).await {
-            return Err(NoLease::EngineGone);
-        }
         self.state.attached(Arc::new(lease));
         self.health.set(true).await;
         Ok(LeaseStream { _frames: frames, grants })
@@ -156,8 +156,11 @@ impl Attacher {
         let (epoch, fingerprint) = (grant.epoch, grant.fingerprint.clone());
         let aux_rule = format!("{:?} ({})", aux.canonical, aux.rule);
         let tokens = self.options.cache_tokens;
-        let import =
-            tokio::task::spawn_blocking(move || import::import(&grant, &checkpoint, &aux, &cpu, tokens));
+        let given_up = CancellationToken::new();
+        let _waiting = given_up.clone().drop_guard();
+        let import = tokio::task::spawn_blocking(move || {
+            import::import(&grant, &checkpoint, &aux, &cpu, tokens, &given_up)
+        });
         let imported = tokio::select! {
             imported = import => imported.map_err(NoLease::Loader)??,
             _ = wait_for_end(grants) => return Err(NoLease::LostEarly),

@@ -58,3 +58,24 @@ impl Replies {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_that_falls_behind_is_given_up_and_never_waited_for() {
+        let (sender, mut receiver) = mpsc::channel(2);
+        let replies = Replies { sender, overrun: CancellationToken::new() };
+        for seq in 1..=2 {
+            replies.send(vec![DraftOut { seq, ..Default::default() }]);
+        }
+        assert!(!replies.overrun.is_cancelled());
+        replies.send(vec![DraftOut { seq: 3, ..Default::default() }]);
+        assert!(replies.overrun.is_cancelled());
+        assert_eq!(receiver.try_recv().unwrap().outs[0].seq, 1);
+        replies.send(vec![DraftOut { seq: 4, ..Default::default() }]);
+        assert_eq!(receiver.try_recv().unwrap().outs[0].seq, 2);
+        assert!(receiver.try_recv().is_err(), "a stream with a hole in it must not go on");
+    }
+}
