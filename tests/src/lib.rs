@@ -1,1 +1,31 @@
-//! Cross-service tests: real processes, real sockets, the real pair.
+//! Harness of the cross-service tests: real processes, real sockets, the real pair.
+//!
+//! The tests themselves lie in `tests/tests` and belong to the `eyrie` package, which builds the binary
+//! they start. Everything here waits for conditions with a deadline and panics with what was missing.
+#![forbid(unsafe_code)]
+#![expect(clippy::panic, clippy::expect_used, clippy::unwrap_used, reason = "a harness fails by panicking")]
+
+mod fleet;
+mod goldens;
+mod request;
+
+pub use fleet::{Fleet, Pids, Ready, Service, Signal, signal, until};
+pub use goldens::{Golden, goldens};
+pub use request::{Asked, Outcome, ask, client, collect};
+
+use std::path::{Path, PathBuf};
+
+/// The repository's root.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ has a parent").to_owned()
+}
+
+/// Folder of the bundled target.
+pub fn mini() -> PathBuf {
+    root().join("deploy/demo/mini")
+}
+
+/// Folder of the bundled draft.
+pub fn mini_eagle3() -> PathBuf {
+    root().join("deploy/demo/mini-eagle3")
+}

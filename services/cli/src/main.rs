@@ -1,2 +1,52 @@
-//! The `eyrie` command.
-fn main() {}
+//! The `eyrie` command: starts, supervises and talks to the three services.
+#![forbid(unsafe_code)]
+
+mod args;
+mod bench;
+mod client;
+mod demo;
+mod doctor;
+mod fleet;
+mod generate;
+mod service;
+mod style;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Cli, Command};
+
+/// Exit code of a request or check that failed; clap exits with 2 on wrong usage.
+const FAILED: u8 = 1;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(code) => code,
+        Err(e) => {
+            style::error(&format!("{e:#}"));
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    if let Command::Doctor(args) = &cli.command {
+        return doctor::doctor(args);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        match cli.command {
+            Command::Demo(args) => demo::demo(args).await,
+            Command::Up(args) => up::up(args).await,
+            Command::Generate(args) => generate::generate(args).await,
+            Command::Bench(args) => bench::bench(args).await,
+            Command::Target(args) => service::target(args).await,
+            Command::Draft(args) => service::draft(args).await,
+            Command::Gateway(args) => service::gateway(args).await,
+            Command::Doctor(args) => doctor::doctor(&args),
+        }
+    })
+}

@@ -14,8 +14,8 @@ pub enum CheckpointError {
     /// A file that cannot be mapped.
     #[error(transparent)]
     Map(#[from] eyrie_region::RegionError),
-    /// A file that is not the JSON it should be.
-    #[error("{}: not valid JSON: {message}", path.display())]
+    /// A file that is not JSON, or not of the form it should have.
+    #[error("{}: cannot be parsed: {message}", path.display())]
     Json {
         /// The file.
         path: PathBuf,

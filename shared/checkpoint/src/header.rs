@@ -1,4 +1,3 @@
-use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 
@@ -9,15 +8,15 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Element type of a stored tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize, serde::Serialize)]
-#[allow(non_camel_case_types, reason = "spelled as in the file format")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
 pub enum Dtype {
     /// IEEE single precision.
     F32,
     /// IEEE half precision.
     F16,
     /// bfloat16.
-    BF16,
+    #[serde(rename = "BF16")]
+    Bf16,
     /// Signed 32 bits.
     I32,
     /// Signed 64 bits.
@@ -25,11 +24,14 @@ pub enum Dtype {
     /// Unsigned byte.
     U8,
     /// One byte, 0 or 1.
-    BOOL,
+    #[serde(rename = "BOOL")]
+    Bool,
     /// e4m3fn byte.
-    F8_E4M3,
+    #[serde(rename = "F8_E4M3")]
+    F8E4m3,
     /// Power-of-two scale byte.
-    F8_E8M0,
+    #[serde(rename = "F8_E8M0")]
+    F8E8m0,
 }
 
 impl Dtype {
@@ -38,20 +40,31 @@ impl Dtype {
         match self {
             Self::I64 => 8,
             Self::F32 | Self::I32 => 4,
-            Self::F16 | Self::BF16 => 2,
-            Self::U8 | Self::BOOL | Self::F8_E4M3 | Self::F8_E8M0 => 1,
+            Self::F16 | Self::Bf16 => 2,
+            Self::U8 | Self::Bool | Self::F8E4m3 | Self::F8E8m0 => 1,
         }
     }
 
     /// True for the types a plain weight or norm may have.
     pub fn is_float(self) -> bool {
-        matches!(self, Self::F32 | Self::F16 | Self::BF16)
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 }
 
+/// Spelled as in the file.
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(self, f)
+        f.write_str(match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::I32 => "I32",
+            Self::I64 => "I64",
+            Self::U8 => "U8",
+            Self::Bool => "BOOL",
+            Self::F8E4m3 => "F8_E4M3",
+            Self::F8E8m0 => "F8_E8M0",
+        })
     }
 }
 
@@ -82,7 +95,8 @@ struct RawEntry {
     data_offsets: [usize; 2],
 }
 
-/// A map kept as pairs: a JSON object silently keeps the last of two equal keys, which would hide a duplicate.
+/// A map kept as pairs: a JSON object silently keeps the last of two equal keys, which would hide a duplicate from
+/// the index.
 struct RawHeader(Vec<(String, RawEntry)>);
 
 impl<'de> Deserialize<'de> for RawHeader {
@@ -134,19 +148,10 @@ pub(crate) fn parse(file: &[u8]) -> Result<Vec<HeaderEntry>, HeaderError> {
     };
     let RawHeader(raw) =
         serde_json::from_slice(header).map_err(|e| HeaderError::File(format!("header is not valid: {e}")))?;
-    reject_duplicates(&raw)?;
     let start = found - data.len();
     let entries = raw.into_iter().map(|(name, e)| locate(name, e, start)).collect::<Result<Vec<_>, _>>()?;
     check_tiling(&entries, start, found)?;
     Ok(entries)
-}
-
-fn reject_duplicates(raw: &[(String, RawEntry)]) -> Result<(), HeaderError> {
-    let mut seen = HashSet::with_capacity(raw.len());
-    match raw.iter().find(|(name, _)| !seen.insert(name.as_str())) {
-        Some((name, _)) => Err(tensor(name, "appears twice in the header".to_owned())),
-        None => Ok(()),
-    }
 }
 
 fn locate(name: String, raw: RawEntry, start: usize) -> Result<HeaderEntry, HeaderError> {

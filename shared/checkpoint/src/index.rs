@@ -1,14 +1,15 @@
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::fs;
+use std::io::ErrorKind;
 use std::ops::Range;
-use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 use eyrie_region::{FileMap, Region};
-use serde_json::Value;
 
-use crate::header::{self, HeaderError};
-use crate::json::{self, Fields};
+use crate::header::{self, HeaderEntry, HeaderError};
+use crate::weight_map::WeightMap;
 use crate::{CheckpointError, Dtype, Result};
 
 const SINGLE: &str = "model.safetensors";
@@ -57,11 +58,19 @@ impl TensorIndex {
     /// tile the file, on duplicate names, and on any difference between the index and the shards.
     pub fn open(dir: &Path) -> Result<Self> {
         let index_path = dir.join(INDEX);
-        match json::read_optional(&index_path)? {
-            Some(value) => Self::open_sharded(dir, &index_path, &value),
-            None if dir.join(SINGLE).is_file() => Self::read_shards(dir, vec![SINGLE.to_owned()]),
-            None => Err(Self::no_weights(dir)),
+        match fs::read(&index_path) {
+            Ok(bytes) => Self::open_sharded(dir, &index_path, &WeightMap::parse(&index_path, &bytes)?),
+            Err(e) if e.kind() != ErrorKind::NotFound => {
+                Err(CheckpointError::Io { path: index_path, source: e })
+            }
+            Err(_) if dir.join(SINGLE).is_file() => Self::read_shards(dir, vec![dir.join(SINGLE)]),
+            Err(_) => Err(Self::no_weights(dir)),
         }
+    }
+
+    /// Opens one safetensors file under the same checks.
+    pub fn open_file(path: &Path) -> Result<Self> {
+        Self::read_shards(path, vec![path.to_owned()])
     }
 
     fn no_weights(dir: &Path) -> CheckpointError {
@@ -85,79 +94,67 @@ impl TensorIndex {
         }
     }
 
-    fn open_sharded(dir: &Path, index_path: &Path, value: &Value) -> Result<Self> {
-        let root = Fields::of(index_path, "", value)?;
-        let Some(Value::Object(weight_map)) = root.get("weight_map") else {
-            return Err(root.refuse("weight_map", "must be an object from tensor names to shard files"));
-        };
-        let mut files = BTreeSet::new();
-        for (name, file) in weight_map {
-            let file = file.as_str().filter(|f| is_plain_name(f)).ok_or_else(|| CheckpointError::Tensor {
+    fn open_sharded(dir: &Path, index_path: &Path, map: &WeightMap) -> Result<Self> {
+        let index = Self::read_shards(dir, map.files.iter().map(|file| dir.join(file)).collect())?;
+        let mut mapped = vec![false; index.entries.len()];
+        for (name, file) in &map.tensors {
+            let problem = match index.position(name) {
+                Some(at) if index.entries[at].shard != *file => {
+                    let found = index.file(&index.entries[at]).display();
+                    format!("the weight_map places it in {}, it is in {found}", map.files[*file])
+                }
+                Some(at) if std::mem::replace(&mut mapped[at], true) => {
+                    "appears twice in the weight_map".to_owned()
+                }
+                Some(_) => continue,
+                None => format!("the weight_map places it in {}, which does not hold it", map.files[*file]),
+            };
+            return Err(CheckpointError::Tensor {
                 path: index_path.to_owned(),
                 tensor: name.clone(),
-                problem: format!("weight_map entry {file} must be the name of a file in the same folder"),
-            })?;
-            files.insert(file.to_owned());
+                problem,
+            });
         }
-        let index = Self::read_shards(dir, files.into_iter().collect())?;
-        for (name, file) in weight_map {
-            index.check_mapped(index_path, name, file.as_str().unwrap_or_default())?;
-        }
-        match index.entries.iter().find(|e| !weight_map.contains_key(&e.name)) {
-            Some(e) => Err(index.refuse(e, format!("is not in the weight_map of {INDEX}"))),
+        match index.entries.iter().zip(mapped).find(|(_, mapped)| !mapped) {
+            Some((e, _)) => Err(index.refuse(e, format!("is not in the weight_map of {INDEX}"))),
             None => Ok(index),
         }
     }
 
-    fn check_mapped(&self, index_path: &Path, name: &str, file: &str) -> Result<()> {
-        let problem = match self.get(name) {
-            None => format!("the weight_map places it in {file}, which does not hold it"),
-            Some(e) if self.file(e).ends_with(file) => return Ok(()),
-            Some(e) => format!("the weight_map places it in {file}, it is in {}", self.file(e).display()),
-        };
-        Err(CheckpointError::Tensor { path: index_path.to_owned(), tensor: name.to_owned(), problem })
-    }
-
-    fn read_shards(dir: &Path, files: Vec<String>) -> Result<Self> {
+    fn read_shards(dir: &Path, files: Vec<PathBuf>) -> Result<Self> {
         let mut index =
             Self { dir: dir.to_owned(), shards: Vec::new(), entries: Vec::new(), by_name: HashMap::new() };
-        for file in files {
-            index.read_shard(dir.join(file))?;
+        for read in read_headers(files) {
+            let (shard, entries) = read?;
+            index.add_shard(shard, entries)?;
         }
         Ok(index)
     }
 
-    fn read_shard(&mut self, path: PathBuf) -> Result<()> {
-        let metadata =
-            fs::metadata(&path).map_err(|source| CheckpointError::Io { path: path.clone(), source })?;
-        if metadata.len() == 0 {
-            return Err(CheckpointError::File { path, problem: "truncated: the file is empty".to_owned() });
-        }
-        let map: Arc<dyn Region> = Arc::new(FileMap::open(&path)?);
-        let found = header::parse(map.bytes()).map_err(|e| match e {
-            HeaderError::File(problem) => CheckpointError::File { path: path.clone(), problem },
-            HeaderError::Tensor { tensor, problem } => {
-                CheckpointError::Tensor { path: path.clone(), tensor, problem }
-            }
-        })?;
-        let shard = self.shards.len();
-        self.shards.push(Shard { path, map });
-        self.by_name.reserve(found.len());
-        for e in found {
-            if let Some(earlier) = self.by_name.insert(e.name.clone(), self.entries.len()) {
+    fn add_shard(&mut self, shard: Shard, entries: Vec<HeaderEntry>) -> Result<()> {
+        let at = self.shards.len();
+        self.shards.push(shard);
+        self.by_name.reserve(entries.len());
+        for HeaderEntry { name, dtype, shape, range } in entries {
+            if let Some(earlier) = self.by_name.insert(name.clone(), self.entries.len()) {
+                let earlier = &self.entries[earlier];
+                let problem = if earlier.shard == at {
+                    "appears twice in the header".to_owned()
+                } else {
+                    format!("is also in {}", self.file(earlier).display())
+                };
                 return Err(CheckpointError::Tensor {
-                    path: self.shards[shard].path.clone(),
-                    tensor: e.name,
-                    problem: format!("is also in {}", self.file(&self.entries[earlier]).display()),
+                    path: self.shards[at].path.clone(),
+                    tensor: name,
+                    problem,
                 });
             }
-            let header::HeaderEntry { name, dtype, shape, range } = e;
-            self.entries.push(TensorEntry { name, dtype, shape, range, shard });
+            self.entries.push(TensorEntry { name, dtype, shape, range, shard: at });
         }
         Ok(())
     }
 
-    /// The folder.
+    /// The folder, or the file when only one was opened.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -209,35 +206,75 @@ impl TensorIndex {
         }
     }
 
-    /// Reads a vector of floats, widened to float32. Fails if the tensor is not one-dimensional float.
-    pub fn read_vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
+    /// Reads all elements of a float tensor, widened to float32, in row-major order. Fails on other dtypes.
+    pub fn read_floats(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
         let data = self.data(entry);
-        match (entry.dtype, entry.shape.as_slice()) {
-            (Dtype::F32, [_]) => Ok(read_le(data, f32::from_le_bytes)),
-            (Dtype::F16, [_]) => Ok(read_le(data, |b| half::f16::from_le_bytes(b).to_f32())),
-            (Dtype::BF16, [_]) => Ok(read_le(data, |b| half::bf16::from_le_bytes(b).to_f32())),
-            (dtype, shape) => {
-                Err(self.refuse(entry, format!("{dtype} {shape:?}, expected a vector of F32, F16 or BF16")))
-            }
+        match entry.dtype {
+            Dtype::F32 => Ok(read_le(data, f32::from_le_bytes)),
+            Dtype::F16 => Ok(read_le(data, |b| half::f16::from_le_bytes(b).to_f32())),
+            Dtype::Bf16 => Ok(read_le(data, |b| half::bf16::from_le_bytes(b).to_f32())),
+            dtype => Err(self.refuse(entry, format!("{dtype}, expected F32, F16 or BF16"))),
         }
     }
 
-    /// Reads a vector of integers. Fails if the tensor is not one-dimensional I32 or I64.
-    pub(crate) fn read_integers(&self, entry: &TensorEntry) -> Result<Vec<i64>> {
+    /// Reads all elements of an integer tensor in row-major order. Fails on dtypes other than I32 and I64.
+    pub fn read_integers(&self, entry: &TensorEntry) -> Result<Vec<i64>> {
         let data = self.data(entry);
-        match (entry.dtype, entry.shape.as_slice()) {
-            (Dtype::I32, [_]) => Ok(read_le(data, |b| i64::from(i32::from_le_bytes(b)))),
-            (Dtype::I64, [_]) => Ok(read_le(data, i64::from_le_bytes)),
-            (dtype, shape) => {
-                Err(self.refuse(entry, format!("{dtype} {shape:?}, expected a vector of I32 or I64")))
-            }
+        match entry.dtype {
+            Dtype::I32 => Ok(read_le(data, |b| i64::from(i32::from_le_bytes(b)))),
+            Dtype::I64 => Ok(read_le(data, i64::from_le_bytes)),
+            dtype => Err(self.refuse(entry, format!("{dtype}, expected I32 or I64"))),
+        }
+    }
+
+    /// [`Self::read_floats`] of a one-dimensional tensor. Fails on any other rank.
+    pub(crate) fn read_vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
+        match entry.shape.as_slice() {
+            [_] => self.read_floats(entry),
+            shape => Err(self.refuse(entry, format!("shape {shape:?}, expected a vector"))),
         }
     }
 }
 
-fn is_plain_name(file: &str) -> bool {
-    let mut parts = Path::new(file).components();
-    matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+/// Maps the files and parses their headers, on as many threads as there are cores: a checkpoint of hundreds of
+/// thousands of tensors has tens of megabytes of headers.
+fn read_headers(files: Vec<PathBuf>) -> Vec<Result<(Shard, Vec<HeaderEntry>)>> {
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(files.len().max(1));
+    let queue = Mutex::new(files.into_iter().enumerate());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        let mut done = Vec::new();
+        while let Some((at, path)) = next() {
+            done.push((at, read_header(path)));
+        }
+        done
+    };
+    let mut all = thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let mut all = work();
+        all.extend(
+            others.into_iter().flat_map(|t| t.join().unwrap_or_else(|e| std::panic::resume_unwind(e))),
+        );
+        all
+    });
+    all.sort_unstable_by_key(|(at, _)| *at);
+    all.into_iter().map(|(_, read)| read).collect()
+}
+
+fn read_header(path: PathBuf) -> Result<(Shard, Vec<HeaderEntry>)> {
+    let metadata =
+        fs::metadata(&path).map_err(|source| CheckpointError::Io { path: path.clone(), source })?;
+    if metadata.len() == 0 {
+        return Err(CheckpointError::File { path, problem: "truncated: the file is empty".to_owned() });
+    }
+    let map: Arc<dyn Region> = Arc::new(FileMap::open(&path)?);
+    match header::parse(map.bytes()) {
+        Ok(entries) => Ok((Shard { path, map }, entries)),
+        Err(HeaderError::File(problem)) => Err(CheckpointError::File { path, problem }),
+        Err(HeaderError::Tensor { tensor, problem }) => {
+            Err(CheckpointError::Tensor { path, tensor, problem })
+        }
+    }
 }
 
 fn read_le<const N: usize, T>(data: &[u8], decode: impl Fn([u8; N]) -> T) -> Vec<T> {

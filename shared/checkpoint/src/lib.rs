@@ -14,6 +14,7 @@ mod layout;
 pub mod pair;
 mod target;
 mod tensors;
+mod weight_map;
 
 pub use aux_ids::{AuxConvention, AuxIds, AuxIdsError, aux_ids};
 pub use config::{Architecture, MoeConfig, QuantFormat, RopeConfig, Scoring, TargetConfig, TopkMethod, Yarn};

@@ -89,8 +89,8 @@ pub struct TargetCheckpoint {
 impl TargetCheckpoint {
     /// Reads the config and the headers and accounts for every tensor; reads no weight.
     ///
-    /// Fails with the first tensor that is missing, unexpected, or of the wrong shape or dtype; see [`Self::survey`]
-    /// for all of them.
+    /// Fails with the first tensor that is missing, unexpected, or of the wrong shape or dtype;
+    /// [`crate::pair::preflight`] lists all of them.
     pub fn open(dir: &Path) -> Result<Self> {
         let (checkpoint, problems) = Self::survey(TargetConfig::from_dir(dir)?, TensorIndex::open(dir)?);
         match problems.into_iter().next() {
@@ -161,7 +161,7 @@ pub(crate) fn float_view(index: &TensorIndex, entry: &TensorEntry) -> Result<Wei
     let layout = match entry.dtype {
         Dtype::F32 => Layout::F32,
         Dtype::F16 => Layout::F16,
-        Dtype::BF16 => Layout::Bf16,
+        Dtype::Bf16 => Layout::Bf16,
         other => return Err(index.refuse(entry, format!("{other}, expected F32, F16 or BF16"))),
     };
     let &[out, input] = entry.shape.as_slice() else {
@@ -284,7 +284,7 @@ impl<'a> Survey<'a> {
             companions.extend(self.claim(&format!("{name}.{suffix}")));
         }
         match entry.dtype {
-            Dtype::F8_E4M3 => Err(self.index.refuse(entry, "not supported yet: fp8 block")),
+            Dtype::F8E4m3 => Err(self.index.refuse(entry, "not supported yet: fp8 block")),
             Dtype::U8 => Err(self.index.refuse(entry, "not supported yet: nvfp4")),
             _ => match companions.first() {
                 Some(scale) => Err(self
@@ -307,7 +307,7 @@ impl<'a> Survey<'a> {
         }
         expect_exact(index, packed, &[Dtype::I32], &[out, input / 8])?;
         for (suffix, dtypes, shape) in [
-            ("weight_scale", &[Dtype::BF16][..], vec![out, input / 32]),
+            ("weight_scale", &[Dtype::Bf16][..], vec![out, input / 32]),
             ("weight_shape", &[Dtype::I32, Dtype::I64][..], vec![2]),
         ] {
             let full = format!("{name}.{suffix}");

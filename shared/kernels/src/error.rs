@@ -31,7 +31,7 @@ pub enum KernelError {
         limit: String,
     },
     /// The weight's layout has no kernel here.
-    #[error("{op}: weight layout {layout:?} has no CPU kernel (supported: {supported})")]
+    #[error("{op}: weight layout {layout} has no CPU kernel (supported: {supported})")]
     Layout {
         /// Kernel that was called.
         op: &'static str,

@@ -11,7 +11,7 @@ pub(crate) fn operand<'a>(
     layout: &Layout,
 ) -> candle_core::Result<&'a [f32]> {
     let (start, end) =
-        layout.contiguous_offsets().ok_or(candle_core::Error::RequiresContiguous { op }.bt())?;
+        layout.contiguous_offsets().ok_or_else(|| candle_core::Error::RequiresContiguous { op }.bt())?;
     let values = storage.as_slice::<f32>()?;
     Ok(&values[start..end])
 }

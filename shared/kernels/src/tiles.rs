@@ -166,7 +166,7 @@ impl<'a> Dense<'a> {
             };
             let found = view.scale_bytes();
             let want = [outputs, inputs / GROUP];
-            if scale.shape != want || scale.dtype != Dtype::BF16 || found.len() != 2 * want[0] * want[1] {
+            if scale.shape != want || scale.dtype != Dtype::Bf16 || found.len() != 2 * want[0] * want[1] {
                 return Err(shape(op, "weight_scale", &scale.shape, format!("{want:?} in BF16")));
             }
             scales = found;

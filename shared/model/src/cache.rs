@@ -138,7 +138,8 @@ struct PagedLayers {
 impl PagedLayers {
     fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Result<Self> {
         let pages = if page_rows == 0 { 0 } else { tokens.div_ceil(page_rows) };
-        let layers = (0..layers).map(|_| PagedRows::new(pages, page_rows, width)).collect::<Result<_, _>>()?;
+        let layers =
+            (0..layers).map(|_| PagedRows::new(pages, page_rows, width)).collect::<Result<_, _>>()?;
         Ok(Self { layers, pages, page_rows })
     }
 
@@ -160,12 +161,7 @@ impl PagedLayers {
 
 /// Pool slot moves that bring `nodes` to the front of the tree's block, in an order that never overwrites a
 /// node still to be moved: node `nodes[i] >= i` goes to slot `base_len + i`.
-fn path_moves(
-    table: &SeqTable,
-    page_rows: usize,
-    base_len: u32,
-    nodes: &[usize],
-) -> Result<Vec<(u32, u32)>> {
+fn path_moves(table: &SeqTable, page_rows: usize, base_len: u32, nodes: &[usize]) -> Result<Vec<(u32, u32)>> {
     if !nodes.is_sorted_by(|a, b| a < b) {
         return Err(ModelError::Rollback(format!("path {nodes:?} is not strictly increasing")));
     }

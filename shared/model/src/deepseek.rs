@@ -97,9 +97,9 @@ impl DeepSeek {
         if let Some(trace) = trace {
             trace.resid.push(h.clone());
         }
-        let logits = match plan.select(&h)? {
-            Some(rows) => Some(self.head.forward(&self.norm.forward(&rows)?)?),
-            None => None,
+        let logits = match plan.wants_logits() {
+            true => Some(self.head.forward(&self.norm.forward(&plan.select(&h)?)?)?),
+            false => None,
         };
         let aux = captured.into_aux(self.config.hidden_size)?;
         Ok(ForwardOut { logits, logit_rows: plan.logit_rows, aux, rows: plan.rows })

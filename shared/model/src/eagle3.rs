@@ -93,21 +93,21 @@ impl Eagle3Head {
         let embed = match checkpoint.embed_source() {
             EmbedSource::File => Embedding::new(&checkpoint.linear("embed_tokens")?)?,
             EmbedSource::Target => {
-                expect("draft hidden size over the target's embedding", shared.hidden(), config.hidden_size)?;
+                require_equal("width of the borrowed embedding", config.hidden_size, shared.hidden())?;
                 shared.embedding()?
             }
         };
         let head = match checkpoint.head_source() {
             HeadSource::File => linear("lm_head")?,
             HeadSource::Target => {
-                expect("draft hidden size over the target's head", shared.hidden(), config.hidden_size)?;
-                expect("draft vocabulary over the target's head", shared.vocab(), config.draft_vocab_size)?;
+                require_equal("width of the borrowed head", config.hidden_size, shared.hidden())?;
+                require_equal("rows of the borrowed head", config.draft_vocab_size, shared.vocab())?;
                 shared.head(cpu)?
             }
         };
-        expect("draft vocab_size", shared.vocab(), config.vocab_size)?;
+        require_equal("draft vocab_size", shared.vocab(), config.vocab_size)?;
         let fc = linear("fc")?;
-        expect("fc input width", capture.ids().len() * shared.hidden(), fc.in_features())?;
+        require_equal("fc input width", capture.ids().len() * shared.hidden(), fc.in_features())?;
         let target_ids = checkpoint.target_ids().map(<[u32]>::to_vec);
         let layer = DraftLayer::load(&config, &linear, &norm)?;
         let norm = norm("norm")?;
@@ -139,7 +139,7 @@ impl Eagle3Head {
     pub fn to_target_id(&self, draft_id: u32) -> Result<u32> {
         let vocab = self.draft_vocab();
         if draft_id as usize >= vocab {
-            return Err(ModelError::Mismatch { what: "draft id below the draft vocabulary", expected: vocab, got: draft_id as usize });
+            return Err(ModelError::DraftId { vocab, id: draft_id });
         }
         Ok(self.target_ids.as_ref().map_or(draft_id, |ids| ids[draft_id as usize]))
     }
@@ -161,7 +161,12 @@ impl Eagle3Head {
         for (sequence, rows) in batch.iter().enumerate() {
             let (slot, len) = (rows.base_slot, rows.table.len());
             if slot > len {
-                let reason = format!("an extend must start within the {len} committed slots, got slot {slot}");
+                let reason =
+                    format!("an extend must start within the {len} committed slots, got slot {slot}");
+                return Err(ModelError::Rows { sequence, reason });
+            }
+            if rows.parents.is_some() {
+                let reason = "an extend takes a chain, got tree parents".to_owned();
                 return Err(ModelError::Rows { sequence, reason });
             }
         }
@@ -173,7 +178,9 @@ impl Eagle3Head {
         for (sequence, rows) in batch.iter().enumerate() {
             let (slot, len) = (rows.base_slot, rows.table.len());
             if slot < len || len == 0 {
-                let reason = format!("a step must start behind the {len} committed slots, at least 1, got slot {slot}");
+                let reason = format!(
+                    "a step must start behind the {len} committed slots, at least 1, got slot {slot}"
+                );
                 return Err(ModelError::Rows { sequence, reason });
             }
         }
@@ -187,6 +194,10 @@ impl Eagle3Head {
         tensor: impl Fn(&F) -> &Tensor,
         logits: LogitRows,
     ) -> Result<DraftOut> {
+        if batch.is_empty() {
+            let reason = "a draft batch needs at least one sequence, got 0".to_owned();
+            return Err(ModelError::Rows { sequence: 0, reason });
+        }
         let plan = self.plan(cache, batch, &tensor, logits)?;
         let tokens: Vec<u32> = batch.iter().flat_map(|rows| rows.tokens).copied().collect();
         let features: Vec<&Tensor> = batch.iter().map(|rows| tensor(rows.feature)).collect();
@@ -196,11 +207,7 @@ impl Eagle3Head {
         };
         let token = self.embed.lookup(&tokens)?;
         let state = self.layer.forward(&self.cpu, &token, &feature, cache, &plan)?;
-        let selected = plan.select(&state)?.ok_or(ModelError::Rows {
-            sequence: 0,
-            reason: "a draft batch needs at least one sequence, got 0".to_owned(),
-        })?;
-        let mut logits = self.head.forward(&self.norm.forward(&selected)?)?;
+        let mut logits = self.head.forward(&self.norm.forward(&plan.select(&state)?)?)?;
         if self.config.logit_scale != 1.0 {
             logits = logits.affine(self.config.logit_scale, 0.0)?;
         }
@@ -240,7 +247,7 @@ fn tree_parent(parents: &[u16]) -> impl Fn(usize) -> Option<usize> + '_ {
     move |entry| parents.get(entry).and_then(|&parent| usize::from(parent).checked_sub(1))
 }
 
-fn expect(what: &'static str, expected: usize, got: usize) -> Result<()> {
+fn require_equal(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(ModelError::Mismatch { what, expected, got }) }
 }
 

@@ -50,6 +50,14 @@ pub enum ModelError {
         /// What was given.
         got: usize,
     },
+    /// A draft id that the head's vocabulary does not have.
+    #[error("draft id must be below the draft vocabulary of {vocab}, got {id}")]
+    DraftId {
+        /// Draft vocabulary `Vd`.
+        vocab: usize,
+        /// The id given.
+        id: u32,
+    },
     /// A rollback asks for rows the sequence does not have.
     #[error("rollback: {0}")]
     Rollback(String),

@@ -1,11 +1,12 @@
 //! Turns checkpoint tensors into kernels' weights and counts the bytes on the way.
 
 use eyrie_checkpoint::{
-    LinearSpec, MlpTensors, MoeConfig, RopeConfig, Scoring, TargetCheckpoint, TopkMethod, VectorSpec, WeightView,
-    model_tensors,
+    LinearSpec, MlpTensors, MoeConfig, RopeConfig, Scoring, TargetCheckpoint, TopkMethod, VectorSpec,
+    WeightView, model_tensors,
 };
 use eyrie_kernels::{
-    self as kernels, Cpu, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouteMethod, RouterSpec, YarnSpec,
+    self as kernels, Cpu, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouteMethod, RouterSpec,
+    YarnSpec,
 };
 
 use crate::error::Result;
@@ -57,7 +58,11 @@ impl<'a> Loader<'a> {
     }
 
     pub(crate) fn mlp_views(&mut self, spec: &MlpTensors) -> Result<ExpertViews> {
-        Ok(ExpertViews { gate: self.view(&spec.gate)?, up: self.view(&spec.up)?, down: self.view(&spec.down)? })
+        Ok(ExpertViews {
+            gate: self.view(&spec.gate)?,
+            up: self.view(&spec.up)?,
+            down: self.view(&spec.down)?,
+        })
     }
 
     pub(crate) fn vector(&mut self, spec: &VectorSpec) -> Result<Vec<f32>> {

@@ -19,9 +19,10 @@ impl FeedForward {
         match (tensors, &config.moe) {
             (FfnTensors::Dense(mlp), _) => Ok(Self::Dense(loader.mlp(mlp)?)),
             (FfnTensors::Moe(moe), Some(config)) => Self::load_moe(loader, config, moe),
-            (FfnTensors::Moe(moe), None) => {
-                Err(ModelError::Unsupported { what: "router without a MoE config", value: moe.router.name.clone() })
-            }
+            (FfnTensors::Moe(moe), None) => Err(ModelError::Unsupported {
+                what: "router without a MoE config",
+                value: moe.router.name.clone(),
+            }),
         }
     }
 
@@ -29,7 +30,8 @@ impl FeedForward {
         let gate = loader.linear(&tensors.router)?;
         let bias = tensors.router_bias.as_ref().map(|bias| loader.vector(bias)).transpose()?;
         let router = Router::new(router_spec(config), gate, bias)?;
-        let views = tensors.experts.iter().map(|expert| loader.mlp_views(expert)).collect::<Result<Vec<_>>>()?;
+        let views =
+            tensors.experts.iter().map(|expert| loader.mlp_views(expert)).collect::<Result<Vec<_>>>()?;
         let experts = Experts::pack(loader.cpu(), views)?;
         let shared = tensors.shared.as_ref().map(|mlp| loader.mlp(mlp)).transpose()?;
         Ok(Self::Moe { router, experts, shared })

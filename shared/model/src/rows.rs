@@ -65,13 +65,11 @@ pub(crate) struct RowPlan {
     pub(crate) logit_rows: Vec<Range<usize>>,
     /// Indices of the rows that get logits, or `None` when all do.
     selected: Option<Vec<u32>>,
-    total: usize,
 }
 
 impl RowPlan {
     pub(crate) fn build(blocks: &[Block<'_>], page_rows: usize) -> Result<Self> {
-        let mut ragged =
-            Ragged { rows: Vec::new(), tables: Vec::new(), tails: Vec::new(), page_rows: page_rows as _ };
+        let mut ragged = Ragged { page_rows, ..Ragged::default() };
         let (mut rows, mut logit_rows, mut selected) = (Vec::new(), Vec::new(), Vec::new());
         for (sequence, block) in blocks.iter().enumerate() {
             let refuse = |reason: String| ModelError::Rows { sequence, reason };
@@ -87,20 +85,22 @@ impl RowPlan {
             selected.extend(wanted.map(|row| row as u32));
             logit_rows.push(start..selected.len());
         }
-        let total = ragged.rows.len();
-        let selected = (selected.len() < total).then_some(selected);
-        Ok(Self { ragged, rows, logit_rows, selected, total })
+        let selected = (selected.len() < ragged.rows.len()).then_some(selected);
+        Ok(Self { ragged, rows, logit_rows, selected })
     }
 
-    /// The rows of `hidden` that get logits, or `None` when no row does.
-    pub(crate) fn select(&self, hidden: &Tensor) -> Result<Option<Tensor>> {
+    /// Whether any row gets logits.
+    pub(crate) fn wants_logits(&self) -> bool {
+        self.selected.as_ref().is_none_or(|ids| !ids.is_empty())
+    }
+
+    /// The rows of `hidden` that get logits; at least one must want them.
+    pub(crate) fn select(&self, hidden: &Tensor) -> Result<Tensor> {
         match &self.selected {
-            None if self.total == 0 => Ok(None),
-            None => Ok(Some(hidden.clone())),
-            Some(ids) if ids.is_empty() => Ok(None),
+            None => Ok(hidden.clone()),
             Some(ids) => {
                 let ids = Tensor::from_slice(ids, ids.len(), &Device::Cpu)?;
-                Ok(Some(hidden.index_select(&ids, 0)?))
+                Ok(hidden.index_select(&ids, 0)?)
             }
         }
     }
@@ -144,7 +144,10 @@ impl Block<'_> {
             ragged.tails.push(self.pool_slot(self.committed + node as u32, page_rows)?);
             next = parent(node);
             if next.is_some_and(|parent| parent >= node) {
-                return Err(format!("parent of node {node} must come before it, got {}", next.unwrap_or(node)));
+                return Err(format!(
+                    "parent of node {node} must come before it, got {}",
+                    next.unwrap_or(node)
+                ));
             }
         }
         ragged.tails[start..].reverse();
@@ -163,6 +166,13 @@ impl Block<'_> {
         let capacity = self.table.capacity(page_rows);
         if end > capacity {
             return Err(format!("{end} slots needed, {capacity} reserved"));
+        }
+        if u32::try_from(end).ok().and_then(|end| self.origin.checked_add(end)).is_none() {
+            return Err(format!(
+                "positions must stay below {}, got origin {} and {end} slots",
+                u32::MAX,
+                self.origin
+            ));
         }
         if self.first_slot < self.committed {
             return Err(format!("first slot {} lies in the {} committed", self.first_slot, self.committed));

@@ -223,9 +223,7 @@ impl Placement {
 
 /// The tensor `name` of a verified grant.
 fn granted_view(region: &Arc<dyn Region>, grant: &Grant, name: &'static str) -> Result<WeightView> {
-    let tensor = grant
-        .tensor(name)
-        .ok_or(ModelError::NotGranted { export_id: grant.export_id, name })?;
+    let tensor = grant.tensor(name).ok_or(ModelError::NotGranted { export_id: grant.export_id, name })?;
     let layout = match (tensor.layout.as_str(), tensor.dtype.to_ascii_lowercase().as_str()) {
         (TILED, "bf16") => Layout::Bf16Tile16,
         (PLAIN, "bf16") => Layout::Bf16,
@@ -236,7 +234,11 @@ fn granted_view(region: &Arc<dyn Region>, grant: &Grant, name: &'static str) -> 
         }
     };
     let &[rows, width] = tensor.shape.as_slice() else {
-        return Err(ModelError::Mismatch { what: "rank of a granted weight", expected: 2, got: tensor.shape.len() });
+        return Err(ModelError::Mismatch {
+            what: "rank of a granted weight",
+            expected: 2,
+            got: tensor.shape.len(),
+        });
     };
     let shape = [rows as usize, width as usize];
     let bytes = match layout {

@@ -140,16 +140,31 @@ mod tests {
         assert!(held[0].to_string().starts_with("draft-a (pid 11, for "), "{}", held[0]);
     }
 
+    // Which of the two comes first is up to the scheduler; over the rounds the waiter sleeps in many of them, and one
+    // that is not woken sleeps on for a minute.
     #[test]
     fn the_last_drop_wakes_the_waiter() {
-        let table = LeaseTable::new();
-        let ids = [table.grant("a".to_owned(), 1), table.grant("b".to_owned(), 2)];
-        std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| table.wait_empty(Duration::MAX));
-            for id in ids {
-                assert!(table.drop_lease(id));
-            }
-            waiter.join().unwrap().unwrap();
-        });
+        let begun = Instant::now();
+        for _ in 0..50 {
+            let table = LeaseTable::new();
+            let ids = [table.grant("a".to_owned(), 1), table.grant("b".to_owned(), 2)];
+            let entered = std::sync::Barrier::new(2);
+            std::thread::scope(|scope| {
+                let waiter = scope.spawn(|| {
+                    entered.wait();
+                    table.wait_empty(Duration::from_secs(60))
+                });
+                entered.wait();
+                for _ in 0..100 {
+                    assert_eq!(table.holders().len(), 2);
+                    std::thread::yield_now();
+                }
+                for id in ids {
+                    assert!(table.drop_lease(id));
+                }
+                waiter.join().unwrap().unwrap();
+            });
+            assert!(begun.elapsed() < Duration::from_secs(60), "a waiter slept through the last drop");
+        }
     }
 }

@@ -23,7 +23,8 @@ pub struct MappingUsage {
 }
 
 /// Reads the usage of the mappings that `region` lies in. A [`Local`](crate::Local) region shares its mapping with
-/// the rest of the heap, which is then counted with it.
+/// the rest of the heap, which is then counted with it. The kernel walks the page tables of the whole process for
+/// this: it is for reports, not for every step.
 ///
 /// # Errors
 /// Where `/proc/self/smaps` cannot be read, does not parse, or does not list the region.

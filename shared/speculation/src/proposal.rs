@@ -186,7 +186,7 @@ impl Proposal {
         self.parents.iter().enumerate().all(|(i, &p)| usize::from(p) == i)
     }
 
-    /// The first `nodes` proposed tokens: still a tree, because parents precede children.
+    /// The first `tokens` proposed tokens: still a tree, because parents precede children.
     #[must_use]
     pub fn truncated(mut self, tokens: usize) -> Self {
         self.tokens.truncate(tokens);

@@ -60,6 +60,14 @@ mod tests {
         assert_eq!(uniform(0, 0, 0), bits as f64 / 9_007_199_254_740_992.0);
     }
 
+    /// Pins which word of key and counter each argument is; computed by a second implementation.
+    #[test]
+    fn the_mapping_of_arguments_is_fixed() {
+        let bits = 0x0004_ac54_21cf_65e4_u64;
+        let want = bits as f64 / 9_007_199_254_740_992.0;
+        assert_eq!(uniform(0x0123_4567_89ab_cdef, 3, 1000), want);
+    }
+
     #[test]
     fn every_argument_moves_the_result() {
         let base = uniform(7, 0, 100);

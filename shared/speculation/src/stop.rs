@@ -108,6 +108,7 @@ mod tests {
     fn a_stop_id_inside_a_run_cuts_the_run_and_is_kept() {
         let rules = StopRules::max_tokens(10).stop_ids([9, 4]).eos_ids([0], false);
         assert_eq!(rules.admit(0, &[1, 4, 9]), kept(2, Some(Finish::Stop { id: 4 })));
+        assert_eq!(rules.admit(0, &[1, 9, 4]), kept(2, Some(Finish::Stop { id: 9 })));
         assert_eq!(rules.admit(0, &[1, 0, 9]), kept(2, Some(Finish::Stop { id: 0 })));
         assert_eq!(rules.admit(0, &[1, 2]), kept(2, None));
         assert_eq!(rules.admit(0, &[]), kept(0, None));

@@ -1,4 +1,5 @@
 //! Losslessness: whatever is proposed, the emitted tokens are those of plain decoding.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 

@@ -1,4 +1,7 @@
 //! The sampler against a naive reference (full sort, no scratch) and against the softmax itself.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
+
+use std::collections::BTreeSet;
 
 use eyrie_speculation::{SampleError, Sampler, SamplingParams, uniform};
 use proptest::prelude::*;
@@ -133,6 +136,15 @@ fn draws_follow_the_softmax() {
         let limit = f * (1.0 - 2.0 / (9.0 * f) + 3.09 * (2.0 / (9.0 * f)).sqrt()).powi(3);
         assert!(statistic < limit, "χ² {statistic:.1} ≥ {limit:.1} for {params:?}");
     }
+}
+
+#[test]
+fn a_nucleus_reached_exactly_takes_the_lower_ids_of_a_tie_and_no_more() {
+    let params = SamplingParams { temperature: 1.0, top_p: 0.5, ..SamplingParams::default() };
+    let mut sampler = Sampler::new();
+    let drawn: BTreeSet<u32> =
+        (0..200).map(|position| sampler.sample(&[0.0; 8], &params, position).unwrap()).collect();
+    assert!(drawn.into_iter().eq(0..4));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The grower against the published numbering scheme: candidates, parent table and rerank written
 //! out over flat arrays, as the reference implementations have them.
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "a failed test helper should panic")]
 
 use eyrie_speculation::{GrowError, Proposal, TreeGrower, TreeShape};
 use proptest::prelude::*;

@@ -42,14 +42,15 @@ impl Tokenizer {
     /// post-processor adds special tokens itself.
     ///
     /// # Errors
-    /// A file that does not parse, a decoder other than `ByteLevel`, an id beyond 2²², or a
-    /// tokenizer_config.json that adds a token the vocabulary lacks.
+    /// A file that does not parse, a decoder other than `ByteLevel`, an id beyond 2²², an added
+    /// token whose id leaves a gap, or a tokenizer_config.json that adds a token the vocabulary lacks.
     pub fn from_files(files: &TokenizerFiles) -> Result<Self, TextError> {
         let mut codec = tokenizers::Tokenizer::from_bytes(&files.tokenizer_json)
             .map_err(|error| malformed(TOKENIZER_JSON, error))?;
         codec.with_padding(None);
         codec.with_truncation(None).map_err(|error| malformed(TOKENIZER_JSON, error))?;
         require_byte_level(&codec)?;
+        require_published_ids(&files.tokenizer_json, &codec)?;
         let entries = entries(&codec)?;
         let (prefix, suffix) = match &files.tokenizer_config {
             Some(config) if !adds_specials(&codec)? => edges(config, &codec)?,
@@ -160,6 +161,28 @@ fn require_byte_level(codec: &tokenizers::Tokenizer) -> Result<(), TextError> {
         limit: "ByteLevel".to_owned(),
         given: given.to_owned(),
     })
+}
+
+/// The tokenizers crate numbers added tokens that leave a gap after the vocabulary anew, and they
+/// would then name other rows of the model's embedding.
+fn require_published_ids(json: &[u8], codec: &tokenizers::Tokenizer) -> Result<(), TextError> {
+    let json: Value = serde_json::from_slice(json).map_err(|error| malformed(TOKENIZER_JSON, error))?;
+    for token in json["added_tokens"].as_array().into_iter().flatten() {
+        let loaded = token["content"].as_str().and_then(|content| codec.token_to_id(content));
+        if loaded.map(u64::from) != token["id"].as_u64() {
+            return Err(TextError::Field {
+                file: TOKENIZER_JSON,
+                field: "added_tokens id",
+                limit: format!(
+                    "the next free id {} for {}, without a gap",
+                    loaded.map_or_else(|| "of the vocabulary".to_owned(), |id| id.to_string()),
+                    token["content"]
+                ),
+                given: token["id"].to_string(),
+            });
+        }
+    }
+    Ok(())
 }
 
 fn entries(codec: &tokenizers::Tokenizer) -> Result<Vec<Option<Entry>>, TextError> {

@@ -1,4 +1,5 @@
 //! Streaming against whole-text references: detokenisation at every cut, stop strings anywhere.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
 
 use std::{path::Path, sync::LazyLock};
 
@@ -128,8 +129,10 @@ proptest! {
             prop_assert!(hit.is_some() || seen - sofar.len() < longest);
         }
         matched.push(matcher.finish(""));
-        let (kept, _, hit) = collect(&matched);
+        let (kept, ids, hit) = collect(&matched);
         prop_assert_eq!(&kept, &text[..begin.unwrap_or(text.len())]);
+        let starts = (0..deltas.len()).map(|i| deltas[..i].concat().len());
+        prop_assert_eq!(ids, starts.filter(|&start| begin.is_none_or(|b| start < b)).count());
         prop_assert_eq!(hit.is_some(), begin.is_some());
     }
 }
@@ -186,6 +189,23 @@ fn the_flushed_tail_can_complete_a_stop_string() {
     let mut m = matcher(&["x\u{fffd}"]);
     assert_eq!(m.push("wx"), emit("w", 1));
     assert_eq!(m.finish("\u{fffd}"), hit("", 0, 0));
+}
+
+#[test]
+fn a_flush_leaves_nothing_behind() {
+    let mut detokenizer = MINI.detokenizer(true);
+    assert_eq!(detokenizer.push(BYTES[0xe2]).unwrap(), "");
+    assert_eq!(detokenizer.flush(), "\u{fffd}");
+    assert_eq!(detokenizer.flush(), "");
+    assert!(detokenizer.push(4096).is_err());
+    assert_eq!(detokenizer.push(BYTES[usize::from(b'x')]).unwrap(), "x");
+}
+
+#[test]
+fn streams_move_between_threads() {
+    let stream = TextStream::try_new(&MINI, true, Vec::new()).unwrap();
+    let pushed = std::thread::spawn(move || stream.clone().push(BYTES[usize::from(b'x')]));
+    assert_eq!(pushed.join().unwrap().unwrap(), emit("x", 1));
 }
 
 #[test]

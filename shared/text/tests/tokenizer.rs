@@ -1,4 +1,5 @@
 //! The tokenizer of the bundled demo pair, against ids made by the reference implementation.
+#![expect(clippy::unwrap_used, reason = "a failed test helper should panic")]
 
 use std::{fs, path::Path, sync::LazyLock};
 
@@ -48,6 +49,14 @@ fn special_tokens_are_read_and_skipped() {
     assert_eq!(MINI.decode(&ids, true).unwrap(), "ab");
     assert_eq!(MINI.decode(&ids, false).unwrap(), "a<|end|>b");
     assert_eq!(MINI.token_bytes(ids[1]).unwrap(), b"<|end|>");
+}
+
+#[test]
+fn an_added_token_that_is_not_special_has_text() {
+    let mut json = mini_json();
+    json["added_tokens"][4]["special"] = json!(false);
+    let tokenizer = Tokenizer::from_files(&files(&json, None)).unwrap();
+    assert_eq!(tokenizer.decode(&[3, 4], true).unwrap(), "<|end|>");
 }
 
 #[test]
@@ -116,6 +125,31 @@ fn ids_without_a_token_are_errors() {
         Tokenizer::from_files(&with_id(4_000_000_000)).unwrap_err().to_string(),
         "tokenizer.json: greatest token id must be below 4194304, given 4000000000"
     );
+}
+
+#[test]
+fn an_added_token_is_never_renumbered_silently() {
+    let mut json = mini_json();
+    let mut far = json["added_tokens"][4].clone();
+    far["content"] = json!("<|far|>");
+    for (id, refused) in [(4096, false), (4200, true)] {
+        far["id"] = json!(id);
+        json["added_tokens"][7] = far.clone();
+        match Tokenizer::from_files(&files(&json, None)) {
+            Ok(tokenizer) => {
+                assert!(!refused);
+                assert_eq!(tokenizer.encode("<|far|>", false).unwrap(), [id]);
+            }
+            Err(error) => {
+                assert!(refused, "{error}");
+                assert_eq!(
+                    error.to_string(),
+                    "tokenizer.json: added_tokens id must be the next free id 4096 for \"<|far|>\", \
+                     without a gap, given 4200"
+                );
+            }
+        }
+    }
 }
 
 #[test]

@@ -99,6 +99,12 @@ pub fn item_error(reason: Reason, message: impl Into<String>) -> ItemError {
     }
 }
 
+/// The status of a call that one item's failure ends, with code, reason and message kept.
+pub fn status_of(error: &ItemError) -> Status {
+    let details = ErrorDetails::with_error_info(error.reason.clone(), DOMAIN, []);
+    Status::with_error_details(Code::from_i32(error.code), truncate(error.message.clone()), details)
+}
+
 /// The stable reason of a status that [`refuse`] made, here or in another process.
 pub fn reason_of(status: &Status) -> Option<String> {
     status.get_details_error_info().map(|info| info.reason)
@@ -127,5 +133,9 @@ mod tests {
         assert_eq!(reason_of(&status).as_deref(), Some("CONTEXT"));
         assert!(status.message().len() <= MAX_MESSAGE && status.message().ends_with('…'));
         assert_eq!(reason_of(&Status::internal("x")), None);
+
+        let status = status_of(&item_error(Reason::Busy, "64 sequences are open, limit 64"));
+        assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::ResourceExhausted, Some("BUSY")));
+        assert_eq!(status.message(), "64 sequences are open, limit 64");
     }
 }

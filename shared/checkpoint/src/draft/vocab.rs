@@ -17,11 +17,11 @@ pub(super) fn read_map(
         let wanted = format!("I64 or I32 [{draft_vocab}], because draft_vocab_size < vocab_size = {vocab}");
         return Err(index.missing("d2t", &wanted));
     };
-    let offsets = index.read_integers(entry)?;
-    if offsets.len() != draft_vocab {
-        let found = offsets.len();
-        return Err(index.refuse(entry, format!("[{found}], expected draft_vocab_size = [{draft_vocab}]")));
+    if entry.shape != [draft_vocab] {
+        let found = &entry.shape;
+        return Err(index.refuse(entry, format!("{found:?}, expected draft_vocab_size = [{draft_vocab}]")));
     }
+    let offsets = index.read_integers(entry)?;
     if draft_vocab < vocab && offsets.iter().all(|&o| o == 0) {
         let problem = "all zero: a broken export, it would map to the first ids of the vocabulary";
         return Err(index.refuse(entry, problem));
@@ -51,7 +51,7 @@ fn target_ids(index: &TensorIndex, entry: &TensorEntry, offsets: &[i64], vocab: 
 }
 
 fn check_membership(index: &TensorIndex, mask: &TensorEntry, ids: &[u32], vocab: usize) -> Result<()> {
-    if mask.dtype != Dtype::BOOL || mask.shape != [vocab] {
+    if mask.dtype != Dtype::Bool || mask.shape != [vocab] {
         let TensorEntry { dtype, shape, .. } = mask;
         return Err(index.refuse(mask, format!("{dtype} {shape:?}, expected BOOL [{vocab}]")));
     }

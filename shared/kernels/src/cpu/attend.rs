@@ -90,25 +90,25 @@ impl<const H: usize> Scores<'_, H> {
             let whole = width / 8 * 8;
             for i in (0..whole).step_by(8) {
                 let key: [V; K] = std::array::from_fn(|k| V::load(at[k].add(i)));
-                for h in 0..H {
+                for (h, sums) in sums.iter_mut().enumerate() {
                     let q = V::load(query.add(h * width + i));
-                    for k in 0..K {
-                        sums[h][k] = q.fma(key[k], sums[h][k]);
+                    for (sum, key) in sums.iter_mut().zip(key) {
+                        *sum = q.fma(key, *sum);
                     }
                 }
             }
             let rest = width - whole;
             if rest > 0 {
-                for h in 0..H {
+                for (h, sums) in sums.iter_mut().enumerate() {
                     let q = V::load_part(query.add(h * width + whole), rest);
-                    for k in 0..K {
-                        sums[h][k] = q.fma(V::load_part(at[k].add(whole), rest), sums[h][k]);
+                    for (sum, at) in sums.iter_mut().zip(at) {
+                        *sum = q.fma(V::load_part(at.add(whole), rest), *sum);
                     }
                 }
             }
-            for h in 0..H {
-                for k in 0..K {
-                    *self.scores.get_unchecked_mut(h * count + first + k) = sums[h][k].sum() * self.scale;
+            for (h, sums) in sums.into_iter().enumerate() {
+                for (k, sum) in sums.into_iter().enumerate() {
+                    *self.scores.get_unchecked_mut(h * count + first + k) = sum.sum() * self.scale;
                 }
             }
         }
@@ -168,10 +168,10 @@ impl<const H: usize> Values<'_, H> {
                 } else {
                     std::array::from_fn(|c| V::load(row.add(8 * c)))
                 };
-                for h in 0..H {
+                for (h, sums) in sums.iter_mut().enumerate() {
                     let weight = V::splat(*weights.add(h * count + k));
-                    for c in 0..C {
-                        sums[h][c] = value[c].fma(weight, sums[h][c]);
+                    for (sum, value) in sums.iter_mut().zip(value) {
+                        *sum = value.fma(weight, *sum);
                     }
                 }
             }

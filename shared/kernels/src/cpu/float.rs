@@ -67,22 +67,23 @@ impl<F: Format, const R: usize, const T: usize> Kernel for FloatTiles<'_, F, R, 
         let mut tile = self.weights.as_ptr();
         // SAFETY: `new` checked that T tiles, R rows of k and R outputs of 16 T values are there.
         unsafe {
-            let mut sums = [[[V::splat(0.0); 2]; T]; R];
+            let mut sums = [[[V::splat(0.0); 2]; R]; T];
             for i in 0..k {
-                for t in 0..T {
+                for (t, sums) in sums.iter_mut().enumerate() {
                     let (low, high) = F::load::<V>(tile.add(t * k * F::BYTES));
-                    for r in 0..R {
-                        let x = V::splat(*rows[r].add(i));
-                        sums[r][t][0] = low.fma(x, sums[r][t][0]);
-                        sums[r][t][1] = high.fma(x, sums[r][t][1]);
+                    for (sum, row) in sums.iter_mut().zip(rows) {
+                        let x = V::splat(*row.add(i));
+                        sum[0] = low.fma(x, sum[0]);
+                        sum[1] = high.fma(x, sum[1]);
                     }
                 }
                 tile = tile.add(F::BYTES);
             }
-            for (sums, out) in sums.into_iter().zip(self.out) {
-                for (t, [low, high]) in sums.into_iter().enumerate() {
-                    low.store(out.as_mut_ptr().add(16 * t));
-                    high.store(out.as_mut_ptr().add(16 * t + 8));
+            let out = self.out.map(<[f32]>::as_mut_ptr);
+            for (t, sums) in sums.into_iter().enumerate() {
+                for ([low, high], out) in sums.into_iter().zip(out) {
+                    low.store(out.add(16 * t));
+                    high.store(out.add(16 * t + 8));
                 }
             }
         }

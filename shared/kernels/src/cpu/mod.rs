@@ -21,7 +21,7 @@ pub(crate) use lanes::Lanes;
 use crate::error::{KernelError, Result, limit};
 
 /// Multiply-adds below which waking a second thread costs more than it saves.
-const MIN_PART_WORK: usize = 16 * 1024;
+const MIN_PART_WORK: usize = 64 * 1024;
 const MAX_THREADS: usize = 1024;
 
 /// Instruction set of the CPU kernels; results do not depend on it.
@@ -161,8 +161,10 @@ impl Cpu {
         if parts <= 1 {
             return self.pool.run(1, &|_| body(0..ends.len()));
         }
-        let cut = |part: usize| {
-            if part == parts { ends.len() } else { ends.partition_point(|&end| end <= total * part / parts) }
+        let cut = |part: usize| match part {
+            0 => 0,
+            _ if part == parts => ends.len(),
+            _ => ends.partition_point(|&end| end <= total * part / parts),
         };
         self.pool.run(parts, &|part| body(cut(part)..cut(part + 1)))
     }
@@ -198,5 +200,52 @@ impl<'a> Shared<'a> {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: inside the borrowed buffer by the assertion, exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instruction_sets_have_names() {
+        assert_eq!("scalar".parse::<Isa>().unwrap(), Isa::Scalar);
+        assert_eq!("best".parse::<Isa>().unwrap(), Isa::best());
+        assert_eq!("avx2".parse::<Isa>().is_ok(), Isa::Avx2.available());
+        let error = "avx9".parse::<Isa>().unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "instruction set \"avx9\" (known: scalar, avx2, best) is not available on this machine"
+        );
+    }
+
+    #[test]
+    fn thread_counts_are_bounded() {
+        let error = Cpu::new(CpuOptions { threads: 0, isa: Isa::Scalar }).unwrap_err().to_string();
+        assert_eq!(error, "cpu: threads is 0, limit 1..=1024");
+        assert!(Cpu::new(CpuOptions { threads: 1025, isa: Isa::Scalar }).is_err());
+    }
+
+    #[test]
+    fn ranges_cover_every_item_once_whatever_their_work() {
+        for threads in 1..=3 {
+            let cpu = Cpu::new(CpuOptions { threads, isa: Isa::best() }).unwrap();
+            for count in [0, 1, 2, 5, 40] {
+                let mut hits = vec![0.0; count];
+                let shared = Shared::new(&mut hits);
+                let hit = |range: Range<usize>| {
+                    for i in range {
+                        // SAFETY: each item is in one range, which is what the test checks.
+                        let hit = unsafe { shared.slice(i..i + 1) };
+                        hit[0] += 1.0;
+                    }
+                };
+                cpu.split(count, 1 << 20, hit).unwrap();
+                // One item holds nearly all the work.
+                let ends: Vec<usize> = (0..count).map(|i| i + if i >= 1 { 1 << 20 } else { 0 }).collect();
+                cpu.split_by(&ends, hit).unwrap();
+                assert_eq!(hits, vec![2.0; count], "{threads} threads");
+            }
+        }
     }
 }

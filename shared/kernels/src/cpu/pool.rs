@@ -200,6 +200,10 @@ impl Drop for Pool {
 mod tests {
     use super::*;
 
+    fn count(hits: &AtomicUsize) {
+        hits.fetch_add(1, Relaxed);
+    }
+
     #[test]
     fn every_part_runs_once() {
         for threads in 1..=4 {
@@ -207,7 +211,7 @@ mod tests {
             for round in 0..2000 {
                 let parts = 1 + round % 5;
                 let hits: Vec<_> = (0..parts).map(|_| AtomicUsize::new(0)).collect();
-                pool.run(parts, &|part| drop(hits[part].fetch_add(1, Relaxed))).unwrap();
+                pool.run(parts, &|part| count(&hits[part])).unwrap();
                 assert!(hits.iter().all(|h| h.load(Relaxed) == 1), "threads {threads} parts {parts}");
             }
         }
@@ -228,25 +232,25 @@ mod tests {
     #[test]
     fn callers_on_several_threads_do_not_block_each_other() {
         let pool = Pool::start(2).unwrap();
-        let count = AtomicUsize::new(0);
+        let hits = AtomicUsize::new(0);
         thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..500 {
-                        pool.run(3, &|_| drop(count.fetch_add(1, Relaxed))).unwrap();
+                        pool.run(3, &|_| count(&hits)).unwrap();
                     }
                 });
             }
         });
-        assert_eq!(count.load(Relaxed), 4 * 500 * 3);
+        assert_eq!(hits.load(Relaxed), 4 * 500 * 3);
     }
 
     #[test]
     fn a_nested_run_completes() {
         let pool = Pool::start(2).unwrap();
-        let count = AtomicUsize::new(0);
-        pool.run(2, &|_| pool.run(2, &|_| drop(count.fetch_add(1, Relaxed))).unwrap()).unwrap();
-        assert_eq!(count.load(Relaxed), 4);
+        let hits = AtomicUsize::new(0);
+        pool.run(2, &|_| pool.run(2, &|_| count(&hits)).unwrap()).unwrap();
+        assert_eq!(hits.load(Relaxed), 4);
     }
 
     #[test]

@@ -3,8 +3,8 @@
 
 /// Below this a selection buffer is not worth cutting back.
 const MIN_BUFFER: usize = 512;
-/// First slice of a nucleus that is sorted; each next one is three times what is sorted already.
-const FIRST_SLICE: usize = 64;
+/// First slice of a nucleus that is sorted; each next one is seven times what is sorted already.
+const FIRST_SLICE: usize = 256;
 
 pub(super) fn key(id: u32, logit: f32) -> u64 {
     // −0 and +0 are one logit, so they must tie.
@@ -44,13 +44,13 @@ fn cut(keys: &mut Vec<u64>, k: usize) -> u64 {
     least
 }
 
-/// Cuts `keys` to the shortest prefix in descending order whose weights sum to at least `mass`, and
-/// returns whether it was reached; if not, every key is kept. Keys come out in descending order.
-pub(super) fn nucleus(keys: &mut Vec<u64>, mass: f64, weight: impl Fn(u64) -> f64) -> bool {
+/// Sorts `keys` in descending order as far as needed and cuts them to the shortest prefix whose
+/// weights, summed in that order, reach `mass`.
+pub(super) fn nucleus(keys: &mut Vec<u64>, mass: f64, weight: impl Fn(u64) -> f64) {
     let mut sum = 0.0;
     let mut sorted = 0;
     while sorted < keys.len() {
-        let slice = (3 * sorted).max(FIRST_SLICE);
+        let slice = (7 * sorted).max(FIRST_SLICE);
         let rest = &mut keys[sorted..];
         if slice < rest.len() {
             rest.select_nth_unstable_by(slice - 1, |a, b| b.cmp(a));
@@ -61,12 +61,11 @@ pub(super) fn nucleus(keys: &mut Vec<u64>, mass: f64, weight: impl Fn(u64) -> f6
             sum += weight(keys[i]);
             if sum >= mass {
                 keys.truncate(i + 1);
-                return true;
+                return;
             }
         }
         sorted += end;
     }
-    false
 }
 
 #[cfg(test)]
@@ -75,7 +74,7 @@ mod tests {
 
     #[test]
     fn keys_order_by_logit_then_by_lower_id() {
-        let row = [(3, 2.0), (1, 0.5), (2, 0.0), (4, -0.0), (0, -1e-30), (5, -7.0), (9, f32::MIN)];
+        let row = [(3, 2.0), (1, 0.5), (2, -0.0), (4, 0.0), (0, -1e-30), (5, -7.0), (9, f32::MIN)];
         let keys: Vec<u64> = row.iter().map(|&(id, logit)| key(id, logit)).collect();
         assert!(keys.is_sorted_by(|a, b| a > b));
         assert!(keys.iter().zip(row).all(|(&k, (want, _))| id(k) == want));

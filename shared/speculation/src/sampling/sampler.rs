@@ -82,7 +82,7 @@ impl Sampler {
             if params.top_p >= 1.0 {
                 return Ok(self.draw_from_all(f64::from(params.min_p), total, u));
             }
-            self.nucleus_of_all(row, f64::from(params.top_p) * total, total);
+            self.nucleus_of_all(logits, f64::from(params.top_p) * total, total);
         } else {
             filter::top_k(logits, k, &mut self.keys);
             self.keys.sort_unstable_by(|a, b| b.cmp(a));
@@ -101,23 +101,16 @@ impl Sampler {
         self.weights.iter().sum()
     }
 
-    /// Leaves the top-p set of the whole row in `keys`, in descending order.
-    fn nucleus_of_all(&mut self, row: Row<'_>, mass: f64, total: f64) {
+    /// Leaves the top-p set of the whole row, whose weights are filled in, in `keys`.
+    fn nucleus_of_all(&mut self, logits: &[f32], mass: f64, total: f64) {
+        let Self { weights, keys } = self;
         // All tokens lighter than this weigh together at most half of what top-p may drop, so the
-        // set is found without them; rounding can deny that only for top_p next to 1.
-        let floor = 0.5 * (total - mass) / row.logits.len() as f64;
-        for floor in [floor, f64::NEG_INFINITY] {
-            self.keys.clear();
-            let heavy = row.logits.iter().zip(&self.weights).enumerate();
-            self.keys.extend(
-                heavy
-                    .filter(|&(_, (_, &weight))| weight >= floor)
-                    .map(|(id, (&logit, _))| filter::key(id as u32, logit)),
-            );
-            if filter::nucleus(&mut self.keys, mass, |key| row.weight(key)) {
-                break;
-            }
-        }
+        // set is found without them; top_p is an f32 below 1, so that half dwarfs all rounding.
+        let floor = 0.5 * (total - mass) / logits.len() as f64;
+        let heavy = logits.iter().zip(&*weights).enumerate().filter(|(_, (_, w))| **w >= floor);
+        keys.clear();
+        keys.extend(heavy.map(|(id, (&logit, _))| filter::key(id as u32, logit)));
+        filter::nucleus(keys, mass, |key| weights[filter::id(key) as usize]);
     }
 
     /// Inverse CDF over the whole row, min-p applied on the way.
@@ -189,6 +182,14 @@ fn argmax(logits: &[f32], position: u32) -> Result<u32, SampleError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_inverse_cdf_skips_weightless_tokens_and_never_runs_out() {
+        let draw = |weights: &[(u32, f64)], u| inverse_cdf(weights.iter().copied(), 2.0, u);
+        assert_eq!(draw(&[(3, 0.0), (5, 1.0), (6, 1.0)], 0.0), 5);
+        assert_eq!(draw(&[(3, 0.0), (5, 1.0), (6, 1.0)], 0.5), 6);
+        assert_eq!(draw(&[(3, 1.0), (5, 1.0), (6, 0.0)], 1.0), 5);
+    }
 
     #[test]
     fn greedy_leaves_the_scratch_unallocated() {

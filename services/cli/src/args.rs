@@ -1,0 +1,324 @@
+//! Command-line arguments; `--help` is documentation.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use eyrie_wire::Address;
+
+/// Serve DeepSeek and Kimi models with lossless EAGLE-3 speculative decoding.
+#[derive(Debug, Parser)]
+#[command(name = "eyrie", version, max_term_width = 100, after_help = AFTER_HELP)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const AFTER_HELP: &str = "\
+Start here:
+  eyrie demo                              serve the bundled pair, watch one completion, compare with plain decoding
+  eyrie doctor --target DIR --draft DIR   can this pair be served? reads headers only
+  eyrie up --target DIR --draft DIR       start the three services and keep serving
+  eyrie generate --endpoint http://127.0.0.1:7700 --prompt 'def fib(n):'
+
+Logs go to standard error; EYRIE_LOG=debug shows more. Exit codes: 0 fine, 1 the request or check failed, 2 usage.";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve the bundled pair with three processes, stream one completion, compare it with plain decoding
+    Demo(DemoArgs),
+    /// Start target, draft and gateway as processes and keep serving until Ctrl-C
+    Up(UpArgs),
+    /// Send one prompt to a gateway
+    Generate(GenerateArgs),
+    /// Measure tokens per second, plain and with drafts of 1, 3, 5 and 7 tokens
+    Bench(BenchArgs),
+    /// Check a checkpoint, or a pair, from its headers in under a second
+    Doctor(DoctorArgs),
+    /// Run the target service: holds the model, verifies and samples
+    Target(TargetArgs),
+    /// Run the draft service: maps the target's weights and proposes tokens
+    Draft(DraftArgs),
+    /// Run the gateway service: serves clients and runs the rounds
+    Gateway(GatewayArgs),
+}
+
+/// Which models the three services serve.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct PairArgs {
+    /// Checkpoint folder of the target [default: the bundled demo model]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) target: Option<PathBuf>,
+    /// Checkpoint folder of the EAGLE-3 draft head [default: the bundled head, with the bundled target]
+    #[arg(long, value_name = "DIR", conflicts_with = "no_draft")]
+    pub(crate) draft: Option<PathBuf>,
+    /// Serve without a draft: plain decoding
+    #[arg(long)]
+    pub(crate) no_draft: bool,
+    /// Supervise: start a service again when its process dies
+    #[arg(long)]
+    pub(crate) restart: bool,
+    /// Write endpoints and process ids as JSON to this file once a request would succeed
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ready_file: Option<PathBuf>,
+    /// Compute threads of target and draft [default: the machine's cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) threads: Option<u32>,
+    /// Tokens that the target's KV cache holds
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_tokens: Option<u32>,
+    /// Prompt rows of one step at most
+    #[arg(long, value_name = "N")]
+    pub(crate) prefill_chunk: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    #[command(flatten)]
+    pub(crate) pair: PairArgs,
+    /// What to complete
+    #[arg(long, default_value = DEMO_PROMPT)]
+    pub(crate) prompt: String,
+    /// Tokens to generate
+    #[arg(long, default_value_t = 160, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_tokens: u32,
+    /// Tokens drafted each round
+    #[arg(long, default_value_t = 3, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) max_draft_tokens: u32,
+}
+
+const DEMO_PROMPT: &str = "def read_config(path):\n    \"\"\"Read the configuration file at `path` and return a dictionary.";
+
+#[derive(Debug, Args)]
+pub(crate) struct UpArgs {
+    #[command(flatten)]
+    pub(crate) pair: PairArgs,
+    /// Where the gateway serves clients
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7700", value_parser = parse_address)]
+    pub(crate) listen: Address,
+    /// Connect the services over TCP on loopback instead of unix sockets
+    #[arg(long)]
+    pub(crate) tcp: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub(crate) pair: PairArgs,
+    /// Tokens to generate for each prompt
+    #[arg(long, default_value_t = 96)]
+    pub(crate) max_tokens: u32,
+    /// Passes over all settings; the median of each is reported
+    #[arg(long, default_value_t = 5)]
+    pub(crate) repeats: u32,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_ids", "stdin"])))]
+pub(crate) struct GenerateArgs {
+    /// Gateway, as `eyrie up` prints it
+    #[arg(long, value_name = "URL", env = "EYRIE_ENDPOINT", default_value = "http://127.0.0.1:7700", value_parser = parse_address)]
+    pub(crate) endpoint: Address,
+    /// The prompt as text
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prompt: Option<String>,
+    /// The prompt as token ids: 1,2,3
+    #[arg(long, value_name = "IDS", value_delimiter = ',')]
+    pub(crate) prompt_ids: Option<Vec<u32>>,
+    /// `-`: read the prompt as text from standard input
+    #[arg(value_name = "-", value_parser = ["-"])]
+    pub(crate) stdin: Option<String>,
+    /// Tokens to generate [default: 256, or what the context leaves]
+    #[arg(long, value_name = "N")]
+    pub(crate) max_tokens: Option<u32>,
+    /// 0 is greedy [default: the model's own, else 0]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    pub(crate) temperature: Option<f32>,
+    /// Nucleus sampling, in (0, 1]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub(crate) top_p: Option<f32>,
+    /// Keep the K most probable tokens; 0 is off
+    #[arg(long, value_name = "K")]
+    pub(crate) top_k: Option<u32>,
+    /// Drop tokens below P times the largest probability, in [0, 1]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub(crate) min_p: Option<f32>,
+    /// Seed of the draws; the same seed gives the same tokens, with or without a draft
+    #[arg(long, value_name = "S")]
+    pub(crate) seed: Option<u64>,
+    /// Stop before this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) stop: Vec<String>,
+    /// Stop after this token id; may be given several times
+    #[arg(long, value_name = "ID")]
+    pub(crate) stop_id: Vec<u32>,
+    /// Go on after the model's end-of-sequence token
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+    /// Plain decoding: no draft
+    #[arg(long, conflicts_with_all = ["max_draft_tokens", "tree"])]
+    pub(crate) plain: bool,
+    /// Draft exactly K tokens every round
+    #[arg(long, value_name = "K")]
+    pub(crate) max_draft_tokens: Option<u32>,
+    /// Draft a dynamic tree: top-k x levels x nodes with the root, e.g. 4x5x16
+    #[arg(long, value_name = "SHAPE", value_parser = parse_tree, conflicts_with = "max_draft_tokens")]
+    pub(crate) tree: Option<eyrie_wire::v1::TreeShape>,
+    /// Return every round: what was drafted and what was accepted
+    #[arg(long)]
+    pub(crate) trace: bool,
+    /// Print one JSON object instead of streaming text
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Checkpoint folder of the target
+    #[arg(long, value_name = "DIR")]
+    pub(crate) target: PathBuf,
+    /// Checkpoint folder of the draft head
+    #[arg(long, value_name = "DIR")]
+    pub(crate) draft: Option<PathBuf>,
+    /// What the written aux-layer ids mean, where the file does not tell
+    #[arg(long, value_enum)]
+    pub(crate) aux_convention: Option<AuxMeaning>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Meaning of the aux-layer ids written in a draft's config.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum AuxMeaning {
+    /// The residual stream entering the layer.
+    Entering,
+    /// The residual stream after the layer.
+    After,
+}
+
+/// What every service subcommand shares.
+#[derive(Debug, Args)]
+pub(crate) struct ServiceArgs {
+    /// Log lines as JSON
+    #[arg(long)]
+    pub(crate) log_json: bool,
+    /// Drain and stop when standard input closes (set by a supervisor)
+    #[arg(long, hide = true)]
+    pub(crate) with_parent: bool,
+    /// Seconds that running requests may take to end after SIGTERM
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    pub(crate) drain_grace: u64,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TargetArgs {
+    /// Checkpoint folder
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: PathBuf,
+    /// Where to serve: unix:/path.sock or host:port
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    pub(crate) listen: Address,
+    /// Canonical aux layers to capture (id i = residual stream entering layer i) [default: 2, n/2, n-3]
+    #[arg(long, value_name = "IDS", value_delimiter = ',')]
+    pub(crate) aux_layers: Option<Vec<u32>>,
+    /// Serve at most this context instead of the model's
+    #[arg(long, value_name = "N")]
+    pub(crate) context: Option<u32>,
+    /// Tokens that the KV cache holds
+    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    pub(crate) kv_tokens: usize,
+    /// Sequences at once
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub(crate) max_sequences: usize,
+    /// Prompt rows of one step at most
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub(crate) prefill_chunk: usize,
+    /// Compute threads [default: the machine's cores]
+    #[arg(long, value_name = "N")]
+    pub(crate) threads: Option<u32>,
+    /// Bytes of aux rows kept for drafts that come back
+    #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
+    pub(crate) aux_cache_bytes: u64,
+    #[command(flatten)]
+    pub(crate) service: ServiceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DraftArgs {
+    /// Folder of the EAGLE-3 head
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: PathBuf,
+    /// Where to serve
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    pub(crate) listen: Address,
+    /// Target whose weights to map
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    pub(crate) target: Address,
+    /// Tokens that the draft's KV cache holds
+    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    pub(crate) cache_tokens: usize,
+    /// Compute threads [default: the machine's cores]
+    #[arg(long, value_name = "N")]
+    pub(crate) threads: Option<u32>,
+    /// What the written aux-layer ids mean, where the file does not tell
+    #[arg(long, value_enum)]
+    pub(crate) aux_convention: Option<AuxMeaning>,
+    #[command(flatten)]
+    pub(crate) service: ServiceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GatewayArgs {
+    /// Where to serve clients
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    pub(crate) listen: Address,
+    /// The target
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    pub(crate) target: Address,
+    /// The draft; without one every round is plain
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    pub(crate) draft: Option<Address>,
+    /// Tokens drafted a round when the request does not say
+    #[arg(long, value_name = "K", default_value_t = 3)]
+    pub(crate) draft_tokens: u32,
+    #[command(flatten)]
+    pub(crate) service: ServiceArgs,
+}
+
+fn parse_address(s: &str) -> Result<Address, String> {
+    s.parse::<Address>().map_err(|e| e.to_string())
+}
+
+fn parse_tree(s: &str) -> Result<eyrie_wire::v1::TreeShape, String> {
+    let parts: Vec<u32> = 
+        s.split('x').map(str::parse).collect::<Result<_, std::num::ParseIntError>>().map_err(|e| e.to_string())?;
+    match parts[..] {
+        [top_k, levels, nodes] if top_k > 0 && levels > 0 && nodes > 1 => {
+            Ok(eyrie_wire::v1::TreeShape { top_k, levels, nodes })
+        }
+        _ => Err("want TOPKxLEVELSxNODES, e.g. 4x5x16".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn arguments_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn trees_parse() {
+        let tree = parse_tree("4x5x16").unwrap();
+        assert_eq!((tree.top_k, tree.levels, tree.nodes), (4, 5, 16));
+        for bad in ["4x5", "4x5x16x1", "ax5x16", "0x5x16", "4x5x1", ""] {
+            assert!(parse_tree(bad).is_err(), "{bad}");
+        }
+    }
+}

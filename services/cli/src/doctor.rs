@@ -1,0 +1,86 @@
+//! `eyrie doctor`: what would be refused, told before anything is loaded.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use eyrie_checkpoint::pair::{Report, Status, preflight, preflight_with};
+use eyrie_checkpoint::{AuxConvention, DraftConfig, TargetConfig, aux_ids};
+
+use crate::args::{AuxMeaning, DoctorArgs};
+use crate::style::Style;
+
+impl From<AuxMeaning> for AuxConvention {
+    fn from(meaning: AuxMeaning) -> Self {
+        match meaning {
+            AuxMeaning::Entering => Self::Entering,
+            AuxMeaning::After => Self::After,
+        }
+    }
+}
+
+/// Runs the command.
+pub(crate) fn doctor(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
+    let started = Instant::now();
+    let report = preflight_with(&args.target, args.draft.as_deref(), args.aux_convention.map(Into::into));
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        let mut value = serde_json::to_value(&report)?;
+        value["passes"] = report.passes().into();
+        serde_json::to_writer_pretty(&mut out, &value)?;
+        writeln!(out)?;
+    } else {
+        print(&mut out, &report, started)?;
+    }
+    Ok(if report.passes() { ExitCode::SUCCESS } else { ExitCode::from(crate::FAILED) })
+}
+
+fn print(out: &mut impl Write, report: &Report, started: Instant) -> std::io::Result<()> {
+    let style = Style::stdout();
+    for check in &report.checks {
+        let mark = match check.status {
+            Status::Ok => style.good("ok  "),
+            Status::Warn => style.warn("warn"),
+            Status::Fail => style.bad("FAIL"),
+        };
+        writeln!(out, "{mark} {:16} {}", check.id, check.message)?;
+    }
+    let count = |status| report.checks.iter().filter(|c| c.status == status).count();
+    let (failed, warned) = (count(Status::Fail), count(Status::Warn));
+    let verdict = match (failed, &report.draft) {
+        (0, Some(_)) => style.good("this pair can be served"),
+        (0, None) => style.good("this target can be served"),
+        (1, _) => style.bad("refused: 1 problem"),
+        (n, _) => style.bad(&format!("refused: {n} problems")),
+    };
+    let seconds = started.elapsed().as_secs_f64();
+    writeln!(out, "{verdict} ({warned} warnings, headers read in {seconds:.2} s)")
+}
+
+/// The canonical capture set of a pair that passes every check.
+///
+/// # Errors
+/// The first failed check, as one line.
+pub(crate) fn require_pair(target: &Path, draft: &Path) -> anyhow::Result<Vec<usize>> {
+    require(&preflight(target, Some(draft)))?;
+    let layers = TargetConfig::from_dir(target)?.num_hidden_layers;
+    Ok(aux_ids(&DraftConfig::from_dir(draft)?, layers, None)?.canonical)
+}
+
+/// Refuses a target that fails a check.
+///
+/// # Errors
+/// The first failed check, as one line.
+pub(crate) fn require_target(target: &Path) -> anyhow::Result<()> {
+    require(&preflight(target, None))
+}
+
+fn require(report: &Report) -> anyhow::Result<()> {
+    let mut failed = report.checks.iter().filter(|c| c.status == Status::Fail);
+    let Some(first) = failed.next() else { return Ok(()) };
+    match failed.count() {
+        0 => anyhow::bail!("{}", first.message),
+        more => anyhow::bail!("{} (and {more} more: see eyrie doctor)", first.message),
+    }
+}

@@ -1,0 +1,341 @@
+//! Three services as child processes: start, readiness, restart, orderly end.
+
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use eyrie_wire::Address;
+use eyrie_wire::v1::generation_client::GenerationClient;
+use eyrie_wire::v1::target_client::TargetClient;
+use eyrie_wire::v1::{DescribeRequest, GetModelRequest, Model};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use tokio::process::{Child, Command};
+
+use crate::args::PairArgs;
+use crate::{demo, style};
+
+/// How often readiness is asked for while something starts.
+const POLL: Duration = Duration::from_millis(25);
+/// A service that dies sooner than this after its start is not started again at once.
+const RESTART_PAUSE: Duration = Duration::from_millis(500);
+/// A stopping service gets this long after SIGTERM.
+const STOP_GRACE: Duration = Duration::from_secs(35);
+
+/// One of the three.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    Target,
+    Draft,
+    Gateway,
+}
+
+impl Role {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Target => "target",
+            Self::Draft => "draft",
+            Self::Gateway => "gateway",
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Service {
+    role: Role,
+    args: Vec<String>,
+    child: Child,
+    pid: u32,
+    started: Instant,
+}
+
+/// How the services reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Links {
+    Unix,
+    Tcp,
+}
+
+/// The three processes.
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    services: Vec<Service>,
+    /// Clients connect here.
+    pub(crate) gateway: Address,
+    pub(crate) target: Address,
+    pub(crate) draft: Option<Address>,
+    /// Sockets and logs; removed at the end.
+    directory: tempfile::TempDir,
+    ready_file: Option<PathBuf>,
+}
+
+#[derive(Debug, Serialize)]
+struct Ready {
+    grpc: String,
+    target: String,
+    draft: Option<String>,
+    pids: Pids,
+}
+
+#[derive(Debug, Serialize)]
+struct Pids {
+    gateway: u32,
+    target: u32,
+    draft: Option<u32>,
+}
+
+/// What a child's end means for the rest.
+#[derive(Debug)]
+pub(crate) struct Exited {
+    pub(crate) role: Role,
+    pub(crate) status: ExitStatus,
+    pub(crate) last_line: String,
+}
+
+impl Fleet {
+    /// Starts the processes; `listen` with port 0 takes a free port.
+    pub(crate) async fn start(pair: &PairArgs, listen: &Address, links: Links) -> anyhow::Result<Self> {
+        let (target_dir, draft_dir) = demo::pair_dirs(pair)?;
+        let directory = tempfile::Builder::new()
+            .prefix("eyrie-")
+            .tempdir()
+            .context("creating a folder for sockets and logs")?;
+        let place = |role: Role| -> anyhow::Result<Address> {
+            Ok(match links {
+                Links::Unix => Address::Unix(directory.path().join(format!("{}.sock", role.name()))),
+                Links::Tcp => Address::Tcp(format!("127.0.0.1:{}", free_port()?)),
+            })
+        };
+        let target = place(Role::Target)?;
+        let draft = draft_dir.as_ref().map(|_| place(Role::Draft)).transpose()?;
+        let gateway = match listen {
+            Address::Tcp(host_port) if host_port.ends_with(":0") => {
+                Address::Tcp(format!("{}:{}", &host_port[..host_port.len() - 2], free_port()?))
+            }
+            given => given.clone(),
+        };
+        let mut fleet = Self {
+            services: Vec::new(),
+            gateway: gateway.clone(),
+            target: target.clone(),
+            draft: draft.clone(),
+            directory,
+            ready_file: pair.ready_file.clone(),
+        };
+        fleet.spawn(Role::Target, target_args(pair, &target_dir, draft_dir.as_deref(), &target)?)?;
+        if let (Some(dir), Some(address)) = (&draft_dir, &draft) {
+            fleet.spawn(Role::Draft, draft_args(pair, dir, address, &target))?;
+        }
+        let mut args = vec!["gateway".to_owned(), "--listen".to_owned(), gateway.to_string()];
+        args.extend(["--target".to_owned(), target.to_string()]);
+        if let Some(draft) = &draft {
+            args.extend(["--draft".to_owned(), draft.to_string()]);
+        }
+        fleet.spawn(Role::Gateway, args)?;
+        Ok(fleet)
+    }
+
+    fn spawn(&mut self, role: Role, args: Vec<String>) -> anyhow::Result<()> {
+        let (child, pid) = self.launch(role, &args)?;
+        self.services.push(Service { role, args, child, pid, started: Instant::now() });
+        Ok(())
+    }
+
+    fn launch(&self, role: Role, args: &[String]) -> anyhow::Result<(Child, u32)> {
+        let log = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.log_path(role))
+            .with_context(|| format!("opening {}", self.log_path(role).display()))?;
+        let child = Command::new(std::env::current_exe().context("finding the eyrie binary")?)
+            .args(args)
+            .arg("--with-parent")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(log)
+            // Ctrl-C reaches this process alone, which then ends the others in order.
+            .process_group(0)
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("starting the {} process", role.name()))?;
+        let pid = child.id().with_context(|| format!("the {} process ended at once", role.name()))?;
+        Ok((child, pid))
+    }
+
+    /// The log of a service.
+    pub(crate) fn log_path(&self, role: Role) -> PathBuf {
+        self.directory.path().join(format!("{}.log", role.name()))
+    }
+
+    /// Process id of a service.
+    pub(crate) fn pid(&self, role: Role) -> Option<u32> {
+        self.services.iter().find(|s| s.role == role).map(|s| s.pid)
+    }
+
+    /// Waits until a request would succeed, with a bar while weights load; writes the ready file.
+    ///
+    /// # Errors
+    /// When a service ends before that, with its last line.
+    pub(crate) async fn wait_ready(&mut self) -> anyhow::Result<Model> {
+        let bar = ProgressBar::new_spinner();
+        bar.set_style(ProgressStyle::with_template(
+            "{spinner} {prefix:10} {wide_bar:.cyan/dim} {bytes:>10}/{total_bytes:10} {msg}",
+        )?);
+        bar.set_prefix("loading");
+        let model = loop {
+            if let Some(exited) = self.try_exited()? {
+                bar.finish_and_clear();
+                anyhow::bail!("{}", exited.line());
+            }
+            if let Some(card) = describe(&self.target).await {
+                bar.set_length(card.total_bytes);
+                bar.set_position(card.loaded_bytes);
+                bar.set_message(card.name);
+            }
+            if let Some(model) = self.ready_model().await {
+                break model;
+            }
+            bar.tick();
+            tokio::time::sleep(POLL).await;
+        };
+        bar.finish_and_clear();
+        self.write_ready_file()?;
+        Ok(model)
+    }
+
+    async fn ready_model(&self) -> Option<Model> {
+        let model = get_model(&self.gateway).await?;
+        (self.draft.is_none() || model.speculating).then_some(model)
+    }
+
+    /// Replaces the ready file in one step.
+    fn write_ready_file(&self) -> anyhow::Result<()> {
+        let Some(path) = &self.ready_file else { return Ok(()) };
+        let pid = |role| self.pid(role);
+        let ready = Ready {
+            grpc: self.gateway.to_string(),
+            target: self.target.to_string(),
+            draft: self.draft.as_ref().map(ToString::to_string),
+            pids: Pids {
+                gateway: pid(Role::Gateway).unwrap_or_default(),
+                target: pid(Role::Target).unwrap_or_default(),
+                draft: pid(Role::Draft),
+            },
+        };
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let write = || -> anyhow::Result<()> {
+            let mut file = tempfile::NamedTempFile::new_in(folder)?;
+            serde_json::to_writer(&mut file, &ready)?;
+            file.persist(path)?;
+            Ok(())
+        };
+        write().with_context(|| format!("writing the ready file {}", path.display()))
+    }
+
+    /// A service that has ended, if any.
+    pub(crate) fn try_exited(&mut self) -> anyhow::Result<Option<Exited>> {
+        for i in 0..self.services.len() {
+            if let Some(status) = self.services[i].child.try_wait()? {
+                let role = self.services[i].role;
+                return Ok(Some(Exited { role, status, last_line: last_line(&self.log_path(role)) }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Forgets a service that has ended.
+    pub(crate) fn forget(&mut self, role: Role) {
+        self.services.retain(|s| s.role != role);
+    }
+
+    /// Starts an ended service again, later if it died young.
+    pub(crate) async fn restart(&mut self, role: Role) -> anyhow::Result<()> {
+        let index = self.services.iter().position(|s| s.role == role).context("no such service")?;
+        let lived = self.services[index].started.elapsed();
+        if lived < RESTART_PAUSE {
+            tokio::time::sleep(RESTART_PAUSE - lived).await;
+        }
+        let args = self.services[index].args.clone();
+        let (child, pid) = self.launch(role, &args)?;
+        let service = &mut self.services[index];
+        (service.child, service.pid, service.started) = (child, pid, Instant::now());
+        Ok(())
+    }
+
+    /// Ends gateway, draft and target in this order, each after its running work.
+    pub(crate) async fn stop(mut self) {
+        for role in [Role::Gateway, Role::Draft, Role::Target] {
+            let Some(service) = self.services.iter_mut().find(|s| s.role == role) else { continue };
+            if let Some(pid) = i32::try_from(service.pid).ok().and_then(rustix::process::Pid::from_raw) {
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+            }
+            if tokio::time::timeout(STOP_GRACE, service.child.wait()).await.is_err() {
+                style::warning(&format!("{} did not stop within {STOP_GRACE:?}: killed", role.name()));
+                let _ = service.child.kill().await;
+            }
+        }
+        if let Some(path) = &self.ready_file {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl Exited {
+    /// One line for people.
+    pub(crate) fn line(&self) -> String {
+        let why = if self.last_line.is_empty() { String::new() } else { format!(": {}", self.last_line) };
+        format!("{} ended ({}){why}", self.role.name(), self.status)
+    }
+}
+
+fn target_args(pair: &PairArgs, dir: &Path, draft: Option<&Path>, listen: &Address) -> anyhow::Result<Vec<String>> {
+    let mut args = vec!["target".to_owned(), "--model".to_owned(), path_arg(dir)];
+    args.extend(["--listen".to_owned(), listen.to_string()]);
+    if let Some(draft) = draft {
+        let ids = demo::aux_layers(dir, draft)?;
+        args.extend(["--aux-layers".to_owned(), ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")]);
+    }
+    let numbers =
+        [("--threads", pair.threads), ("--kv-tokens", pair.kv_tokens), ("--prefill-chunk", pair.prefill_chunk)];
+    for (name, value) in numbers {
+        if let Some(value) = value {
+            args.extend([name.to_owned(), value.to_string()]);
+        }
+    }
+    Ok(args)
+}
+
+fn draft_args(pair: &PairArgs, dir: &Path, listen: &Address, target: &Address) -> Vec<String> {
+    let mut args = vec!["draft".to_owned(), "--model".to_owned(), path_arg(dir)];
+    args.extend(["--listen".to_owned(), listen.to_string(), "--target".to_owned(), target.to_string()]);
+    if let Some(threads) = pair.threads {
+        args.extend(["--threads".to_owned(), threads.to_string()]);
+    }
+    args
+}
+
+fn path_arg(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> anyhow::Result<u16> {
+    Ok(std::net::TcpListener::bind("127.0.0.1:0").context("finding a free port")?.local_addr()?.port())
+}
+
+async fn describe(target: &Address) -> Option<eyrie_wire::v1::ModelCard> {
+    let channel = eyrie_wire::connect(target).await.ok()?;
+    Some(TargetClient::new(channel).describe(DescribeRequest {}).await.ok()?.into_inner())
+}
+
+async fn get_model(gateway: &Address) -> Option<Model> {
+    let channel = eyrie_wire::connect(gateway).await.ok()?;
+    Some(GenerationClient::new(channel).get_model(GetModelRequest {}).await.ok()?.into_inner())
+}
+
+/// Last non-empty line of a log, without colours.
+fn last_line(path: &Path) -> String {
+    let log = std::fs::read_to_string(path).unwrap_or_default();
+    log.lines().rev().find(|l| !l.trim().is_empty()).unwrap_or_default().trim().to_owned()
+}

@@ -1,0 +1,79 @@
+//! `eyrie up`: keeps the three services running.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::args::{PairArgs, UpArgs};
+use crate::fleet::{Fleet, Links, Role};
+use crate::style::{self, Style};
+
+/// How often the processes are looked after.
+const WATCH: Duration = Duration::from_millis(50);
+
+/// Runs the command.
+pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
+    let links = if args.tcp { Links::Tcp } else { Links::Unix };
+    let mut fleet = Fleet::start(&args.pair, &args.listen, links).await?;
+    let mut interrupted = signal(SignalKind::interrupt())?;
+    let mut terminated = signal(SignalKind::terminate())?;
+    let served = tokio::select! {
+        served = serve(&mut fleet, &args.pair) => served,
+        _ = interrupted.recv() => Ok(()),
+        _ = terminated.recv() => Ok(()),
+    };
+    if served.is_ok() {
+        style::note("draining: running requests end, new ones are refused");
+    }
+    fleet.stop().await;
+    served.map(|()| ExitCode::SUCCESS)
+}
+
+async fn serve(fleet: &mut Fleet, pair: &PairArgs) -> anyhow::Result<()> {
+    let model = fleet.wait_ready().await?;
+    let style = Style::stderr();
+    style::note(&format!("{} {} is served", style.good("ready"), style.bold(&model.name)));
+    style::note(&format!("  clients  {}", fleet.gateway));
+    style::note(&format!("  target   {} (pid {})", fleet.target, fleet.pid(Role::Target).unwrap_or_default()));
+    if let Some(draft) = &fleet.draft {
+        style::note(&format!("  draft    {draft} (pid {})", fleet.pid(Role::Draft).unwrap_or_default()));
+        style::note(&format!("  shared   {} mapped by the draft, not copied", style::bytes(model.shared_bytes)));
+    }
+    style::note(&format!("  logs     {}", fleet.log_path(Role::Target).with_file_name("*.log").display()));
+    style::note(&style.dim(&format!(
+        "  try      eyrie generate --endpoint {} --prompt 'def main():'   (Ctrl-C ends)",
+        fleet.gateway
+    )));
+    loop {
+        tokio::time::sleep(WATCH).await;
+        let Some(exited) = fleet.try_exited()? else { continue };
+        if pair.restart {
+            style::warning(&format!("{}; starting it again", exited.line()));
+            fleet.restart(exited.role).await?;
+            settle(fleet).await?;
+        } else if exited.role == Role::Draft {
+            style::warning(&format!("{}; serving goes on without a draft", exited.line()));
+            fleet.forget(Role::Draft);
+        } else {
+            anyhow::bail!("{}; use --restart to have it started again", exited.line());
+        }
+    }
+}
+
+/// Waits until a restarted fleet serves again; a service that dies meanwhile is started again too.
+async fn settle(fleet: &mut Fleet) -> anyhow::Result<()> {
+    loop {
+        match fleet.wait_ready().await {
+            Ok(_) => {
+                style::note(&format!("{} serving again", Style::stderr().good("ready")));
+                return Ok(());
+            }
+            Err(e) => {
+                let Some(exited) = fleet.try_exited()? else { return Err(e) };
+                style::warning(&format!("{}; starting it again", exited.line()));
+                fleet.restart(exited.role).await?;
+            }
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! The lease on the target's memory: taken, held for as long as the Attach stream lives, and taken anew.
+
+mod checks;
+mod import;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use eyrie_checkpoint::{AuxIds, DraftCheckpoint};
+use eyrie_kernels::Cpu;
+use eyrie_service::{Drain, Health};
+use eyrie_wire::v1::target_client::TargetClient;
+use eyrie_wire::v1::{DescribeRequest, LeaseFrame, LeaseGrant};
+use eyrie_wire::{MAX_MESSAGE, PROTOCOL_VERSION, connect};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, Streaming};
+
+use self::checks::Mismatch;
+use self::import::ImportError;
+use crate::DraftOptions;
+use crate::engine::{Attachment, Command, EngineHandle};
+use crate::state::{Lease, LeaseState};
+
+const FIRST_BACKOFF: Duration = Duration::from_millis(50);
+const LAST_BACKOFF: Duration = Duration::from_secs(1);
+/// A pair that does not match stays so until one side is started anew.
+const REFUSED_RETRY: Duration = Duration::from_secs(2);
+/// How long the target may take to answer one call.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// `LeaseFrame.holder`.
+const HOLDER: &str = "draft";
+
+/// Why there is no lease.
+#[derive(Debug, thiserror::Error)]
+enum NoLease {
+    #[error("{}", .0.message())]
+    Call(Status),
+    #[error("the target did not answer within {} s", CALL_TIMEOUT.as_secs())]
+    Silent,
+    #[error("the target ended the lease before granting it")]
+    NoGrant,
+    #[error("head and target do not match: {0}")]
+    Mismatch(#[from] Mismatch),
+    #[error("the grant cannot be used: {0}")]
+    Import(#[from] ImportError),
+    #[error("the lease was lost while the head was loading")]
+    LostEarly,
+    #[error("loading the head failed: {0}")]
+    Loader(tokio::task::JoinError),
+    #[error("the engine has ended")]
+    EngineGone,
+    #[error("the lease was lost: {0}")]
+    Lost(String),
+    #[error("the service is stopping")]
+    Stopping,
+}
+
+impl NoLease {
+    fn is_refusal(&self) -> bool {
+        matches!(self, Self::Mismatch(_) | Self::Import(_))
+    }
+}
+
+impl From<Status> for NoLease {
+    fn from(status: Status) -> Self {
+        Self::Call(status)
+    }
+}
+
+/// Keeps the service attached for as long as it runs.
+#[derive(Debug)]
+pub(crate) struct Attacher {
+    pub(crate) options: Arc<DraftOptions>,
+    pub(crate) checkpoint: Arc<DraftCheckpoint>,
+    pub(crate) cpu: Cpu,
+    pub(crate) engine: EngineHandle,
+    pub(crate) state: Arc<LeaseState>,
+    pub(crate) health: Health,
+}
+
+impl Attacher {
+    pub(crate) async fn run(self, drain: Drain) {
+        let mut backoff = FIRST_BACKOFF;
+        loop {
+            let taken = tokio::select! {
+                taken = self.attach() => taken,
+                () = drain.stopped() => Err(NoLease::Stopping),
+            };
+            let (ended, stream) = match taken {
+                Ok(mut stream) => {
+                    backoff = FIRST_BACKOFF;
+                    let ended = tokio::select! {
+                        ended = wait_for_end(&mut stream.grants) => ended,
+                        () = drain.stopped() => NoLease::Stopping,
+                    };
+                    (ended, Some(stream))
+                }
+                Err(no_lease) => (no_lease, None),
+            };
+            self.let_go(&ended).await;
+            // Given back only now: nothing is mapped any more.
+            drop(stream);
+            if matches!(ended, NoLease::Stopping) {
+                return;
+            }
+            let pause = if ended.is_refusal() { REFUSED_RETRY } else { backoff };
+            backoff = (backoff * 2).min(LAST_BACKOFF);
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = drain.stopped() => return,
+            }
+        }
+    }
+
+    async fn attach(&self) -> Result<LeaseStream, NoLease> {
+        let channel = connect(&self.options.target).await?;
+        let mut client = TargetClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
+        let card = timely(client.describe(DescribeRequest {})).await?.into_inner();
+        let (frames, outgoing) = mpsc::channel(1);
+        let frame = LeaseFrame {
+            protocol_version: PROTOCOL_VERSION,
+            holder: HOLDER.to_owned(),
+            pid: std::process::id(),
+        };
+        // A fresh channel of one place takes one frame.
+        let _ = frames.try_send(frame);
+        let mut grants = timely(client.attach(ReceiverStream::new(outgoing))).await?.into_inner();
+        let grant = timely(grants.message()).await?.ok_or(NoLease::NoGrant)?;
+        let aux = checks::check(&grant, &card, self.checkpoint.config(), self.options.aux_convention)?;
+        let (lease, attachment) = self.load(&mut grants, grant, aux).await?;
+        tracing::info!(
+            peer = %self.options.target,
+            epoch = %format_args!("{:016x}", lease.epoch),
+            mapped_bytes = lease.mapped_bytes,
+            aux = %lease.aux_rule,
+            "attached"
+        );
+        if !self.engine.send(Command::Attach(attachment)).await {
+            return Err(NoLease::EngineGone);
+        }
+        self.state.attached(Arc::new(lease));
+        self.health.set(true).await;
+        Ok(LeaseStream { _frames: frames, grants })
+    }
+
+    /// Imports on a blocking thread while watching the lease.
+    async fn load(
+        &self,
+        grants: &mut Streaming<LeaseGrant>,
+        grant: LeaseGrant,
+        aux: AuxIds,
+    ) -> Result<(Lease, Box<Attachment>), NoLease> {
+        let (checkpoint, cpu) = (Arc::clone(&self.checkpoint), self.cpu.clone());
+        let (epoch, fingerprint) = (grant.epoch, grant.fingerprint.clone());
+        let aux_rule = format!("{:?} ({})", aux.canonical, aux.rule);
+        let tokens = self.options.cache_tokens;
+        let import =
+            tokio::task::spawn_blocking(move || import::import(&grant, &checkpoint, &aux, &cpu, tokens));
+        let imported = tokio::select! {
+            imported = import => imported.map_err(NoLease::Loader)??,
+            _ = wait_for_end(grants) => return Err(NoLease::LostEarly),
+        };
+        let lease = Lease {
+            epoch,
+            fingerprint,
+            mapped: imported.mapped,
+            mapped_bytes: imported.mapped_bytes,
+            aux_rule,
+            lost: CancellationToken::new(),
+        };
+        Ok((lease, Box::new(imported.attachment)))
+    }
+
+    async fn let_go(&self, ended: &NoLease) {
+        let because = ended.to_string();
+        if self.state.detached(&because) && !matches!(ended, NoLease::Stopping) {
+            tracing::warn!(peer = %self.options.target, "not attached: {because}");
+        }
+        self.health.set(false).await;
+        self.engine.detach().await;
+    }
+}
+
+/// An Attach call: the lease lives as long as both directions.
+struct LeaseStream {
+    _frames: mpsc::Sender<LeaseFrame>,
+    grants: Streaming<LeaseGrant>,
+}
+
+async fn wait_for_end(grants: &mut Streaming<LeaseGrant>) -> NoLease {
+    loop {
+        match grants.message().await {
+            Ok(Some(_)) => tracing::debug!("a second grant on one lease is ignored"),
+            Ok(None) => return NoLease::Lost("the target ended it".to_owned()),
+            Err(status) => return NoLease::Lost(status.message().to_owned()),
+        }
+    }
+}
+
+async fn timely<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, NoLease> {
+    match tokio::time::timeout(CALL_TIMEOUT, call).await {
+        Ok(answer) => Ok(answer?),
+        Err(_) => Err(NoLease::Silent),
+    }
+}

@@ -1,0 +1,205 @@
+//! The engine while it holds a lease: which work goes into the next step.
+
+use std::collections::{HashSet, VecDeque};
+
+use eyrie_model::{DraftCache, Eagle3Head};
+use eyrie_region::RingReader;
+use eyrie_wire::v1::draft_out::Body;
+use eyrie_wire::v1::{ItemError, Need, Proposal, Propose};
+use eyrie_wire::{Reason, item_error};
+
+use super::features::collect;
+use super::growth::Wanted;
+use super::job::{Job, Origin, Outbox};
+use super::mailbox::StreamId;
+use super::pace::Pace;
+use super::request::Limits;
+use super::sequence::{SeqKey, Sequence};
+use super::step::Step;
+use super::store::Store;
+use super::{Attachment, EngineSizes};
+
+/// Work in the order of its arrival.
+#[derive(Debug)]
+pub(super) enum Work {
+    Propose { origin: Origin, propose: Propose },
+    CloseSeq(SeqKey),
+    CloseStream(StreamId),
+}
+
+/// Head, cache and sequences under one lease.
+#[derive(Debug)]
+pub(super) struct Attached {
+    epoch: u64,
+    head: Eagle3Head,
+    ring: RingReader,
+    cache: DraftCache,
+    store: Store,
+    pace: Pace,
+    limits: Limits,
+    max_jobs: usize,
+    /// Rounds whose rows did not fit the last step.
+    active: Vec<Job>,
+}
+
+impl Attached {
+    pub(super) fn new(attachment: Attachment, sizes: EngineSizes) -> Self {
+        let Attachment { epoch, head, cache, ring, context, vocab } = attachment;
+        let store = Store::new(cache.allocator(), sizes.max_sequences);
+        let (draft_vocab, max_draft_tokens) = (head.draft_vocab(), sizes.max_draft_tokens);
+        let limits = Limits { vocab, draft_vocab, context, max_draft_tokens };
+        let (pace, max_jobs) = (Pace::new(), sizes.max_sequences);
+        Self { epoch, head, ring, cache, store, pace, limits, max_jobs, active: Vec::new() }
+    }
+
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    pub(super) fn sequences(&self) -> usize {
+        self.store.len() + self.active.len()
+    }
+
+    /// Rounds are under way.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.active.is_empty()
+    }
+
+    /// Drops everything; returns the rounds that now get no answer from here.
+    pub(super) fn abandon(self, queue: &mut VecDeque<Work>) -> Vec<Origin> {
+        let active = self.active.into_iter().map(|job| job.origin);
+        let queued = queue.drain(..).filter_map(|work| match work {
+            Work::Propose { origin, .. } => Some(origin),
+            Work::CloseSeq(_) | Work::CloseStream(_) => None,
+        });
+        active.chain(queued).collect()
+    }
+
+    /// Runs one step over the rounds that were admitted.
+    pub(super) fn step(&mut self, outbox: &mut Outbox) {
+        let jobs = std::mem::take(&mut self.active);
+        if jobs.is_empty() {
+            return;
+        }
+        let Self { head, cache, store, pace, .. } = self;
+        self.active = Step { head, cache, store, pace, outbox }.run(jobs);
+    }
+
+    /// Moves work from the queue into the step. A sequence has one round in a step, and what closes it or its
+    /// stream waits for the rounds before.
+    pub(super) fn admit(&mut self, queue: &mut VecDeque<Work>, outbox: &mut Outbox) {
+        let mut sequences: HashSet<SeqKey> = self.active.iter().map(|job| job.origin.key).collect();
+        let mut streams: HashSet<StreamId> = self.active.iter().map(|job| job.origin.stream).collect();
+        for work in std::mem::take(queue) {
+            match work {
+                Work::Propose { origin, propose } => {
+                    streams.insert(origin.stream);
+                    if self.active.len() >= self.max_jobs || sequences.contains(&origin.key) {
+                        sequences.insert(origin.key);
+                        queue.push_back(Work::Propose { origin, propose });
+                        continue;
+                    }
+                    match self.begin(&origin, propose) {
+                        Ok(Begun::Job(job)) => {
+                            sequences.insert(origin.key);
+                            self.active.push(job);
+                        }
+                        Ok(Begun::Answer(body)) => outbox.push(&origin, body),
+                        Err(error) => outbox.push(&origin, Body::Error(error)),
+                    }
+                }
+                Work::CloseSeq(key) if sequences.contains(&key) => queue.push_back(work),
+                Work::CloseSeq(key) => self.store.close(key),
+                Work::CloseStream(stream) if streams.contains(&stream) => queue.push_back(work),
+                Work::CloseStream(stream) => self.store.close_stream(stream),
+            }
+        }
+    }
+
+    fn begin(&mut self, origin: &Origin, propose: Propose) -> Result<Begun, ItemError> {
+        let wanted = self.limits.check(&propose)?;
+        let mut sequence = self.sequence(origin.key, propose.start);
+        sequence.owner = origin.stream;
+        let answer = self.prepare(&mut sequence, &propose, wanted);
+        match answer {
+            Ok(Prepared::Rows(rows)) => {
+                let width = self.ring.geometry().row_width as usize;
+                let job = Job::new(origin.clone(), propose.base_len, wanted, sequence, rows, width);
+                Ok(Begun::Job(job))
+            }
+            Ok(Prepared::Answer(body)) => {
+                self.store.put(origin.key, sequence);
+                Ok(Begun::Answer(body))
+            }
+            Err(error) => {
+                self.store.put(origin.key, sequence);
+                Err(error)
+            }
+        }
+    }
+
+    /// The sequence, taken out; a new one where it is unknown or where features before `start` are gone for good.
+    fn sequence(&mut self, key: SeqKey, start: u32) -> Sequence {
+        match self.store.take(key) {
+            Some(sequence) if sequence.built() >= start => sequence,
+            Some(behind) => {
+                self.store.discard(behind);
+                Sequence::new(start)
+            }
+            None => Sequence::new(start),
+        }
+    }
+
+    /// Takes in the tokens and reads the features.
+    fn prepare(
+        &mut self,
+        sequence: &mut Sequence,
+        propose: &Propose,
+        wanted: Wanted,
+    ) -> Result<Prepared, ItemError> {
+        let base_len = propose.base_len;
+        let mut keep = sequence.take_tokens(propose.token_from, &propose.tokens, base_len);
+        let has_tip = keep == sequence.built() && sequence.tip.is_some();
+        if keep == base_len && wanted != Wanted::Nothing && !has_tip {
+            // Drafting starts from the output of the last slot, which only its feature can give again.
+            keep = base_len - 1;
+        }
+        self.store.cut(sequence, keep);
+        let built = sequence.built();
+        let mut rows = collect(&propose.features, built, base_len, &self.ring)?;
+        let width = self.ring.geometry().row_width as usize;
+        let end = built + (rows.len() / width) as u32;
+        if end > built && sequence.slot_tokens(built, end).is_none() {
+            rows.clear();
+        }
+        if rows.is_empty() && built < base_len {
+            return Ok(Prepared::Answer(Body::Need(Need { from: built })));
+        }
+        if rows.is_empty() && wanted == Wanted::Nothing {
+            let nothing = Proposal { base_len, ..Default::default() };
+            return Ok(Prepared::Answer(Body::Proposal(nothing)));
+        }
+        let scratch = if end == base_len { wanted.scratch_slots() } else { 0 };
+        self.reserve(sequence, sequence.slot(end) as usize + scratch)?;
+        Ok(Prepared::Rows(rows))
+    }
+
+    fn reserve(&mut self, sequence: &mut Sequence, slots: usize) -> Result<(), ItemError> {
+        let all = self.store.slots();
+        if slots.next_multiple_of(self.store.page_rows()) > all {
+            let what = format!("the round needs {slots} cache slots, cache_tokens allows {all}");
+            return Err(item_error(Reason::KvCapacity, what));
+        }
+        self.store.reserve(sequence, slots).map_err(|e| item_error(Reason::Busy, format!("draft cache: {e}")))
+    }
+}
+
+enum Begun {
+    Job(Job),
+    Answer(Body),
+}
+
+enum Prepared {
+    Rows(Vec<f32>),
+    Answer(Body),
+}

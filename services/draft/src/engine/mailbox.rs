@@ -1,0 +1,60 @@
+//! What the engine is told, and the bounded way its answers go back.
+
+use eyrie_wire::v1::{DraftItem, DraftOut, DraftReply};
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+
+use super::Attachment;
+
+/// Number of a Rounds stream; 0 stands for unary calls.
+pub(crate) type StreamId = u64;
+
+/// Commands that wait for the engine; senders wait beyond that, and HTTP/2 slows the gateway down.
+pub(super) const MAILBOX: usize = 64;
+
+/// One message to the engine.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Use this head and ring from now on.
+    Attach(Box<Attachment>),
+    /// Let go of everything mapped from the target, then answer.
+    Detach(oneshot::Sender<()>),
+    /// Items of one frame.
+    Frame(Frame),
+    /// Free the sequences of a stream, once its frames are answered.
+    Close(StreamId),
+    /// End the thread.
+    Stop,
+}
+
+/// The items of one frame with the way back.
+#[derive(Debug)]
+pub(crate) struct Frame {
+    pub(crate) stream: StreamId,
+    pub(crate) boot_id: u64,
+    /// The lease that the stream was opened under.
+    pub(crate) epoch: u64,
+    pub(crate) items: Vec<DraftItem>,
+    pub(crate) replies: Replies,
+}
+
+/// Where replies of one stream go. The engine never waits for a reader: a stream whose reader lags behind by a
+/// full channel is given up.
+#[derive(Debug, Clone)]
+pub(crate) struct Replies {
+    pub(crate) sender: mpsc::Sender<DraftReply>,
+    /// Cancelled when the channel was full.
+    pub(crate) overrun: CancellationToken,
+}
+
+impl Replies {
+    pub(super) fn send(&self, outs: Vec<DraftOut>) {
+        if self.overrun.is_cancelled() {
+            return;
+        }
+        let reply = DraftReply { hello: None, outs };
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.sender.try_send(reply) {
+            self.overrun.cancel();
+        }
+    }
+}

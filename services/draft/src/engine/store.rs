@@ -1,0 +1,169 @@
+//! The sequences that are at rest, and the pages of the one cache they share.
+
+use std::collections::HashMap;
+
+use eyrie_model::{OutOfPages, PageAllocator};
+
+use super::mailbox::StreamId;
+use super::sequence::{SeqKey, Sequence};
+
+/// Sequences by name. One that takes part in a step is taken out, so that it is never evicted for another.
+#[derive(Debug)]
+pub(super) struct Store {
+    at_rest: HashMap<SeqKey, Sequence>,
+    pages: PageAllocator,
+    max_sequences: usize,
+    clock: u64,
+}
+
+impl Store {
+    pub(super) fn new(pages: PageAllocator, max_sequences: usize) -> Self {
+        Self { at_rest: HashMap::new(), pages, max_sequences, clock: 0 }
+    }
+
+    /// Sequences at rest.
+    pub(super) fn len(&self) -> usize {
+        self.at_rest.len()
+    }
+
+    /// Slots of the whole cache.
+    pub(super) fn slots(&self) -> usize {
+        self.pages.pages() * self.pages.page_rows()
+    }
+
+    pub(super) fn page_rows(&self) -> usize {
+        self.pages.page_rows()
+    }
+
+    pub(super) fn take(&mut self, key: SeqKey) -> Option<Sequence> {
+        self.at_rest.remove(&key)
+    }
+
+    /// Lays a sequence to rest as the most recently used one.
+    pub(super) fn put(&mut self, key: SeqKey, mut sequence: Sequence) {
+        self.clock += 1;
+        sequence.last_used = self.clock;
+        self.at_rest.insert(key, sequence);
+        while self.at_rest.len() > self.max_sequences && self.evict() {}
+    }
+
+    /// Frees the pages of a sequence that was taken out.
+    pub(super) fn discard(&mut self, sequence: Sequence) {
+        self.pages.free(sequence.table);
+    }
+
+    /// Frees a sequence at rest, if there is one of that name.
+    pub(super) fn close(&mut self, key: SeqKey) {
+        if let Some(sequence) = self.take(key) {
+            self.discard(sequence);
+        }
+    }
+
+    /// Frees the sequences that `stream` spoke of last.
+    pub(super) fn close_stream(&mut self, stream: StreamId) {
+        for (_, sequence) in self.at_rest.extract_if(|_, sequence| sequence.owner == stream) {
+            self.pages.free(sequence.table);
+        }
+    }
+
+    /// Cuts a sequence that was taken out to the positions below `end`.
+    pub(super) fn cut(&mut self, sequence: &mut Sequence, end: u32) {
+        sequence.cut(end);
+        let slots = sequence.slot(sequence.built());
+        self.pages.cut(&mut sequence.table, slots);
+    }
+
+    /// Makes room for `slots` slots of a sequence that was taken out, at the cost of the sequences used longest ago.
+    ///
+    /// # Errors
+    /// Where even an otherwise empty store has too few pages beside the sequences of this step.
+    pub(super) fn reserve(&mut self, sequence: &mut Sequence, slots: usize) -> Result<(), OutOfPages> {
+        loop {
+            match self.pages.reserve(&mut sequence.table, slots) {
+                Err(out) if !self.evict() => return Err(out),
+                Err(_) => {}
+                Ok(()) => return Ok(()),
+            }
+        }
+    }
+
+    fn evict(&mut self) -> bool {
+        let oldest = self.at_rest.iter().min_by_key(|(_, sequence)| sequence.last_used).map(|(key, _)| *key);
+        if let Some(key) = oldest {
+            tracing::debug!(boot_id = key.boot_id, seq = key.seq, "sequence dropped for another");
+            self.close(key);
+        }
+        oldest.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(seq: u64) -> SeqKey {
+        SeqKey { boot_id: 1, seq }
+    }
+
+    fn store(pages: usize, max_sequences: usize) -> Store {
+        Store::new(PageAllocator::new(pages, 4), max_sequences)
+    }
+
+    fn sequence(store: &mut Store, slots: usize, owner: StreamId) -> Sequence {
+        let mut sequence = Sequence::new(0);
+        sequence.owner = owner;
+        store.reserve(&mut sequence, slots).unwrap();
+        sequence
+    }
+
+    #[test]
+    fn the_least_recently_used_sequence_makes_room() {
+        let mut store = store(4, 8);
+        for seq in [1, 2] {
+            let new = sequence(&mut store, 8, 0);
+            store.put(key(seq), new);
+        }
+        let first = store.take(key(1)).unwrap();
+        store.put(key(1), first);
+        let third = sequence(&mut store, 5, 0);
+        assert!(store.take(key(2)).is_none(), "2 was used longest ago");
+        assert!(store.take(key(1)).is_some());
+        store.discard(third);
+    }
+
+    #[test]
+    fn sequences_of_the_step_are_never_evicted() {
+        let mut store = store(2, 8);
+        let mut working = sequence(&mut store, 4, 0);
+        let mut other = Sequence::new(0);
+        assert_eq!(store.reserve(&mut other, 8).unwrap_err(), OutOfPages { needed: 2, free: 1 });
+        store.reserve(&mut working, 8).unwrap();
+        store.discard(working);
+        store.reserve(&mut other, 8).unwrap();
+    }
+
+    #[test]
+    fn the_number_of_sequences_is_bounded() {
+        let mut store = store(8, 2);
+        for seq in 1..=3 {
+            let new = sequence(&mut store, 1, 0);
+            store.put(key(seq), new);
+        }
+        assert_eq!(store.len(), 2);
+        assert!(store.take(key(1)).is_none());
+    }
+
+    #[test]
+    fn closing_a_stream_frees_what_it_spoke_of_last() {
+        let mut store = store(8, 8);
+        for (seq, owner) in [(1, 7), (2, 7), (3, 9)] {
+            let new = sequence(&mut store, 4, owner);
+            store.put(key(seq), new);
+        }
+        let mut moved = store.take(key(2)).unwrap();
+        moved.owner = 9;
+        store.put(key(2), moved);
+        store.close_stream(7);
+        assert_eq!((store.len(), store.pages.free_pages()), (2, 6));
+    }
+}

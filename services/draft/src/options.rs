@@ -1,0 +1,66 @@
+use std::path::PathBuf;
+
+use eyrie_checkpoint::AuxConvention;
+use eyrie_kernels::Isa;
+use eyrie_wire::{Address, MAX_VERIFY_ROWS};
+
+use crate::DraftError;
+
+/// How a draft service is run.
+#[derive(Debug, Clone)]
+pub struct DraftOptions {
+    /// Folder of the EAGLE-3 head.
+    pub model_dir: PathBuf,
+    /// Where to listen.
+    pub listen: Address,
+    /// The target to attach to. On the same host: embedding and features come through shared memory.
+    pub target: Address,
+    /// Positions that the draft's cache holds, over all sequences.
+    pub cache_tokens: usize,
+    /// Threads that compute.
+    pub threads: usize,
+    /// Instruction set of the kernels.
+    pub isa: Isa,
+    /// Sequences held at once; the least recently used one is dropped for another.
+    pub max_sequences: usize,
+    /// Tokens proposed in one round at most, at most 63.
+    pub max_draft_tokens: usize,
+    /// What the layer ids in the head's config mean, where its file does not tell.
+    pub aux_convention: Option<AuxConvention>,
+}
+
+impl DraftOptions {
+    /// Defaults for the head in `model_dir`: all threads, 65,536 cached positions, 64 sequences, 16 draft tokens.
+    pub fn new(model_dir: PathBuf, listen: Address, target: Address) -> Self {
+        Self {
+            model_dir,
+            listen,
+            target,
+            cache_tokens: 65_536,
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            isa: Isa::best(),
+            max_sequences: 64,
+            max_draft_tokens: 16,
+            aux_convention: None,
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), DraftError> {
+        let check = |field, given: usize, max: usize| {
+            if (1..=max).contains(&given) {
+                return Ok(());
+            }
+            Err(DraftError::Option { field, limit: format!("1..={max}"), given })
+        };
+        check("max_draft_tokens", self.max_draft_tokens, MAX_VERIFY_ROWS - 1)?;
+        check("max_sequences", self.max_sequences, 1 << 20)?;
+        check("cache_tokens", self.cache_tokens, 1 << 31)
+    }
+}
+
+/// What is known once the service listens.
+#[derive(Debug, Clone)]
+pub struct Ready {
+    /// Where it listens, with the port that the system chose for port 0.
+    pub address: Address,
+}

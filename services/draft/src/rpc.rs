@@ -1,0 +1,198 @@
+//! The gRPC surface: Rounds with its unary twin, Describe and Drain.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use eyrie_service::Drain;
+use eyrie_wire::v1::{self, draft_server::Draft};
+use eyrie_wire::{PROTOCOL_VERSION, Reason, refuse};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::card::HeadCard;
+use crate::engine::{Command, EngineHandle, Frame, Replies, StreamId};
+use crate::outgoing::{Ending, Outgoing};
+use crate::state::{Lease, LeaseState};
+
+/// Replies that wait for the network. A gateway that lags this far behind has stopped reading.
+const OUTGOING: usize = 256;
+
+/// The handlers of service `eyrie.v1.Draft`.
+#[derive(Debug)]
+pub(crate) struct DraftService {
+    engine: EngineHandle,
+    state: Arc<LeaseState>,
+    head: HeadCard,
+    drain: Drain,
+    streams: AtomicU64,
+}
+
+impl DraftService {
+    pub(crate) fn new(engine: EngineHandle, state: Arc<LeaseState>, head: HeadCard, drain: Drain) -> Self {
+        Self { engine, state, head, drain, streams: AtomicU64::new(0) }
+    }
+
+    /// The lease that a stream opened with `hello` runs under, and the answer to the hello.
+    fn admit(&self, hello: Option<v1::Hello>) -> Result<(Arc<Lease>, v1::Hello), Status> {
+        let hello = hello.ok_or_else(|| {
+            refuse(Reason::InvalidArgument, "hello must be in the first frame of a stream, given none")
+        })?;
+        if hello.protocol_version != PROTOCOL_VERSION {
+            let given = hello.protocol_version;
+            let what = format!("protocol_version must be {PROTOCOL_VERSION}, given {given}");
+            return Err(refuse(Reason::ProtocolVersion, what));
+        }
+        if self.drain.is_draining() {
+            return Err(refuse(Reason::Draining, "the draft is draining"));
+        }
+        let lease = self.state.get().map_err(|because| {
+            refuse(Reason::Unreachable, format!("the draft is not attached: {because}"))
+        })?;
+        if hello.epoch != 0 && hello.epoch != lease.epoch {
+            let what = format!("epoch must be {:016x} or 0, given {:016x}", lease.epoch, hello.epoch);
+            return Err(refuse(Reason::StaleEpoch, what));
+        }
+        if !hello.fingerprint.is_empty() && hello.fingerprint != lease.fingerprint {
+            let what = format!("fingerprint must be {}, given {}", lease.fingerprint, hello.fingerprint);
+            return Err(refuse(Reason::StaleEpoch, what));
+        }
+        let answer = v1::Hello {
+            protocol_version: PROTOCOL_VERSION,
+            boot_id: hello.boot_id,
+            epoch: lease.epoch,
+            fingerprint: lease.fingerprint.clone(),
+        };
+        Ok((lease, answer))
+    }
+
+    fn next_stream(&self) -> StreamId {
+        self.streams.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
+
+#[tonic::async_trait]
+impl Draft for DraftService {
+    type RoundsStream = Outgoing;
+
+    async fn describe(
+        &self,
+        _request: Request<v1::DescribeDraftRequest>,
+    ) -> Result<Response<v1::DraftCard>, Status> {
+        let (head, state, sequences) = (self.head.clone(), self.state.get(), self.engine.sequences());
+        // Reading the accounting of a large process takes the kernel milliseconds.
+        tokio::task::spawn_blocking(move || head.card(state, sequences))
+            .await
+            .map(Response::new)
+            .map_err(|e| refuse(Reason::Internal, format!("describe failed: {e}")))
+    }
+
+    async fn rounds(
+        &self,
+        request: Request<Streaming<v1::DraftFrame>>,
+    ) -> Result<Response<Outgoing>, Status> {
+        let mut frames = request.into_inner();
+        let first = frames
+            .message()
+            .await?
+            .ok_or_else(|| refuse(Reason::InvalidArgument, "the stream ended before its first frame"))?;
+        let (lease, hello) = self.admit(first.hello)?;
+        let (sender, receiver) = mpsc::channel(OUTGOING);
+        // A fresh channel has room.
+        let _ = sender.try_send(v1::DraftReply { hello: Some(hello.clone()), outs: Vec::new() });
+        let (overrun, gone) = (CancellationToken::new(), CancellationToken::new());
+        let ending =
+            Ending { lease: Arc::clone(&lease), overrun: overrun.clone(), drain: self.drain.clone() };
+        let outgoing = Outgoing::new(receiver, ending, &gone);
+        let reader = Reader {
+            engine: self.engine.clone(),
+            stream: self.next_stream(),
+            boot_id: hello.boot_id,
+            lease,
+            replies: Replies { sender, overrun },
+            gone,
+            drain: self.drain.clone(),
+        };
+        self.drain.spawn(reader.run(frames, first.items));
+        Ok(Response::new(outgoing))
+    }
+
+    async fn round(&self, request: Request<v1::DraftFrame>) -> Result<Response<v1::DraftReply>, Status> {
+        let v1::DraftFrame { hello, items } = request.into_inner();
+        let (lease, hello) = self.admit(hello)?;
+        let (sender, mut receiver) = mpsc::channel(items.len().max(1));
+        let frame = Frame {
+            stream: self.next_stream(),
+            boot_id: hello.boot_id,
+            epoch: lease.epoch,
+            items,
+            replies: Replies { sender, overrun: CancellationToken::new() },
+        };
+        if !self.engine.send(Command::Frame(frame)).await {
+            return Err(refuse(Reason::Internal, "the draft engine has ended"));
+        }
+        let mut reply = v1::DraftReply { hello: Some(hello), outs: Vec::new() };
+        // Ends when the engine has answered every item and dropped its way back.
+        while let Some(part) = receiver.recv().await {
+            reply.outs.extend(part.outs);
+        }
+        Ok(Response::new(reply))
+    }
+
+    async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainReply>, Status> {
+        // A round is milliseconds and no sequence depends on the draft: there is nothing to be graceful about
+        // beyond the rounds that are under way, so `grace_ms` has nothing to bound.
+        let sequences = self.engine.sequences();
+        self.drain.start();
+        Ok(Response::new(v1::DrainReply { sequences }))
+    }
+}
+
+/// The reading half of a Rounds stream.
+struct Reader {
+    engine: EngineHandle,
+    stream: StreamId,
+    boot_id: u64,
+    lease: Arc<Lease>,
+    replies: Replies,
+    gone: CancellationToken,
+    drain: Drain,
+}
+
+impl Reader {
+    async fn run(self, mut frames: Streaming<v1::DraftFrame>, first: Vec<v1::DraftItem>) {
+        let mut items = first;
+        loop {
+            if !items.is_empty() && !self.pass_on(items).await {
+                break;
+            }
+            let frame = tokio::select! {
+                frame = frames.message() => frame,
+                () = self.gone.cancelled() => break,
+                () = self.lease.lost.cancelled() => break,
+                () = self.replies.overrun.cancelled() => break,
+                () = self.drain.draining() => break,
+            };
+            items = match frame {
+                Ok(Some(frame)) => frame.items,
+                Ok(None) => break,
+                Err(status) => {
+                    tracing::debug!(stream = self.stream, "rounds stream broke: {}", status.message());
+                    break;
+                }
+            };
+        }
+        self.engine.send(Command::Close(self.stream)).await;
+    }
+
+    async fn pass_on(&self, items: Vec<v1::DraftItem>) -> bool {
+        let frame = Frame {
+            stream: self.stream,
+            boot_id: self.boot_id,
+            epoch: self.lease.epoch,
+            items,
+            replies: self.replies.clone(),
+        };
+        self.engine.send(Command::Frame(frame)).await
+    }
+}

@@ -1,0 +1,192 @@
+//! The link's task: connect, pump frames both ways until the stream breaks, back off, again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use eyrie_service::Drain;
+use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
+use tonic::Streaming;
+
+use super::peer::{Connection, Peer};
+use super::{CLOSES, Shared, State};
+
+const BACKOFF_FIRST: Duration = Duration::from_millis(50);
+const BACKOFF_LAST: Duration = Duration::from_secs(1);
+/// A frame is closed at this size (bytes, estimated), far below the largest message.
+const FRAME_BYTES: usize = 4 << 20;
+/// A peer that stays silent this long after a missed deadline gets a new stream: what was asked may
+/// have been lost, and then no answer would ever clear the suspicion.
+const SUSPECT_LIMIT: Duration = Duration::from_secs(30);
+
+pub(super) async fn run<P: Peer>(
+    shared: Arc<Shared<P>>,
+    peer: P,
+    mut items: mpsc::Receiver<P::Item>,
+    drain: Drain,
+) {
+    tokio::select! {
+        () = drain.stopped() => {}
+        () = keep_connected(&shared, &peer, &mut items) => {}
+    }
+    shared.down("the gateway stops");
+}
+
+async fn keep_connected<P: Peer>(shared: &Shared<P>, peer: &P, items: &mut mpsc::Receiver<P::Item>) {
+    let mut backoff = BACKOFF_FIRST;
+    loop {
+        let connected = tokio::select! {
+            connected = peer.connect() => connected,
+            () = discard(items) => return,
+        };
+        let why = match connected {
+            Ok(connection) => {
+                backoff = BACKOFF_FIRST;
+                serve(shared, peer, items, connection).await
+            }
+            Err(status) => status.message().to_owned(),
+        };
+        shared.down(&why);
+        tokio::select! {
+            () = tokio::time::sleep(backoff) => {}
+            () = discard(items) => return,
+        }
+        backoff = (backoff * 2).min(BACKOFF_LAST);
+    }
+}
+
+/// Pumps until the stream has to be made again; says why.
+async fn serve<P: Peer>(
+    shared: &Shared<P>,
+    peer: &P,
+    items: &mut mpsc::Receiver<P::Item>,
+    connection: Connection<P>,
+) -> String {
+    let Connection { frames, replies, ready } = connection;
+    shared.up(ready.clone());
+    tokio::select! {
+        why = read(shared, replies) => why,
+        why = write(shared, items, &frames) => why,
+        why = peer.obsolete(&ready) => why,
+        why = silent(shared) => why,
+    }
+}
+
+async fn read<P: Peer>(shared: &Shared<P>, mut replies: Streaming<P::Reply>) -> String {
+    loop {
+        match replies.message().await {
+            Ok(Some(reply)) => shared.deliver(reply),
+            Ok(None) => return format!("the {} closed the stream", P::NAME),
+            Err(status) => return format!("the stream to the {} broke: {}", P::NAME, status.message()),
+        }
+    }
+}
+
+async fn write<P: Peer>(
+    shared: &Shared<P>,
+    items: &mut mpsc::Receiver<P::Item>,
+    frames: &mpsc::Sender<P::Frame>,
+) -> String {
+    loop {
+        let first = tokio::select! {
+            item = items.recv() => match item {
+                Some(item) => Some(item),
+                None => return "the gateway stops".to_owned(),
+            },
+            () = shared.closes.notified() => None,
+        };
+        let Some(frame) = shared.gather(first, items) else {
+            return format!("more than {CLOSES} closes wait for the {}", P::NAME);
+        };
+        if !frame.is_empty() && frames.send(P::frame(frame)).await.is_err() {
+            return format!("the {} stopped reading", P::NAME);
+        }
+    }
+}
+
+async fn silent<P: Peer>(shared: &Shared<P>) -> String {
+    let is_suspect = |state: &State<P::Ready>| matches!(state, State::Suspect(_));
+    let mut state = shared.state.subscribe();
+    loop {
+        if state.wait_for(is_suspect).await.is_err() {
+            return "the gateway stops".to_owned();
+        }
+        let heard = tokio::time::timeout(SUSPECT_LIMIT, state.wait_for(|s| !is_suspect(s))).await.is_ok();
+        if !heard {
+            return format!("the {} was silent for {} s", P::NAME, SUSPECT_LIMIT.as_secs());
+        }
+    }
+}
+
+/// While there is no stream, whoever queues must not wait for one: its route is gone anyway.
+async fn discard<T>(items: &mut mpsc::Receiver<T>) {
+    while items.recv().await.is_some() {}
+}
+
+impl<P: Peer> Shared<P> {
+    fn up(&self, ready: P::Ready) {
+        self.table.lock().up = true;
+        tracing::info!(peer = P::NAME, "connected");
+        self.state.send_replace(State::Up(ready));
+    }
+
+    /// Every session hears of the break: its route's channel ends.
+    fn down(&self, why: &str) {
+        let mut table = self.table.lock();
+        table.up = false;
+        table.routes.clear();
+        // The peer ends sequences of a broken stream by itself; a full list is not worth keeping.
+        if table.closing.len() > CLOSES {
+            table.closing.clear();
+        }
+        drop(table);
+        self.state.send_if_modified(|state| {
+            if matches!(state, State::Down(known) if &**known == why) {
+                return false;
+            }
+            tracing::warn!(peer = P::NAME, "not connected: {why}");
+            *state = State::Down(why.into());
+            true
+        });
+    }
+
+    fn deliver(&self, reply: P::Reply) {
+        self.state.send_if_modified(|state| match state {
+            State::Suspect(ready) => {
+                tracing::info!(peer = P::NAME, "answers again");
+                *state = State::Up(ready.clone());
+                true
+            }
+            State::Up(_) | State::Down(_) => false,
+        });
+        let mut table = self.table.lock();
+        for out in P::outs(reply) {
+            let seq = P::out_seq(&out);
+            let sent = table.routes.get(&seq).map(|route| route.try_send(out));
+            if let Some(Err(TrySendError::Full(_))) = sent {
+                tracing::warn!(peer = P::NAME, seq, "sent more than a session may leave unread: cut off");
+                table.routes.remove(&seq);
+            }
+        }
+    }
+
+    /// One frame's items, closes first; `None` when so many closes wait that a new stream is cheaper.
+    fn gather(&self, first: Option<P::Item>, items: &mut mpsc::Receiver<P::Item>) -> Option<Vec<P::Item>> {
+        let mut table = self.table.lock();
+        if table.closing.len() > CLOSES {
+            return None;
+        }
+        let mut frame: Vec<P::Item> =
+            std::mem::take(&mut table.closing).into_iter().map(|seq| P::item(seq, P::close())).collect();
+        let mut bytes = 0;
+        let mut next = first.or_else(|| items.try_recv().ok());
+        while let Some(item) = next {
+            if table.routes.contains_key(&P::item_seq(&item)) {
+                bytes += P::item_bytes(&item);
+                frame.push(item);
+            }
+            next = if bytes < FRAME_BYTES { items.try_recv().ok() } else { None };
+        }
+        Some(frame)
+    }
+}

@@ -1,0 +1,388 @@
+//! One request's life: open at the target, rounds until the end, open again if the target went away.
+//! Everything a session holds is freed by dropping it, so it may be dropped at any await.
+
+use std::sync::Arc;
+
+use eyrie_speculation::Proposal;
+use eyrie_wire::v1::draft_item::Op as DraftOp;
+use eyrie_wire::v1::target_item::Op;
+use eyrie_wire::v1::target_out::Body;
+use eyrie_wire::v1::{FetchFeatures, GenerateChunk, ItemError, Open, Started};
+use eyrie_wire::{Reason, refuse, status_of};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
+use tonic::Status;
+
+use crate::draft_side::Heard;
+use crate::gateway::Gateway;
+use crate::link::{DraftPeer, Link, Route, TargetPeer, TargetReady};
+use crate::output::Output;
+use crate::policy::{self, Ask, Plan};
+use crate::round::{Commit, Rounds};
+use crate::stats::add;
+use crate::validate::Admitted;
+
+/// Times in a row that a sequence is opened again without a single new token.
+const MAX_FRUITLESS: u32 = 5;
+
+/// Why a sequence at the target ended before the request did.
+#[derive(Debug)]
+enum Halt {
+    /// The sequence is lost but the request can go on with another one.
+    Lost(String),
+    /// The request ends with this.
+    Fatal(Status),
+    /// Nobody reads the reply any more.
+    ClientGone,
+}
+
+/// How the request ended; [`Session::run`] puts it into words.
+enum End {
+    Done(Result<(), Status>),
+    ClientGone,
+    Deadline,
+    Stopped,
+}
+
+/// A request that was admitted.
+pub(crate) struct Session {
+    gateway: Arc<Gateway>,
+    request: Admitted,
+    /// The model the request was admitted for.
+    fingerprint: String,
+    /// Prompt and every token generated so far, held-back ones included.
+    tokens: Vec<u32>,
+    output: Output,
+    chunks: mpsc::Sender<GenerateChunk>,
+}
+
+/// The request's sequence at one boot of the target.
+struct Sequence {
+    rounds: Rounds,
+    context: u32,
+    target: Route<TargetPeer>,
+    draft: Option<Route<DraftPeer>>,
+}
+
+impl Session {
+    pub(crate) fn new(
+        gateway: Arc<Gateway>,
+        request: Admitted,
+        fingerprint: String,
+        output: Output,
+        chunks: mpsc::Sender<GenerateChunk>,
+    ) -> Self {
+        let tokens = request.prompt.clone();
+        Self { gateway, request, fingerprint, tokens, output, chunks }
+    }
+
+    /// Runs the request to its end.
+    ///
+    /// # Errors
+    /// The status that the client gets.
+    pub(crate) async fn run(mut self, deadline: Option<Instant>) -> Result<(), Status> {
+        let gateway = Arc::clone(&self.gateway);
+        let client = self.chunks.clone();
+        let overdue = async {
+            match deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline).await,
+                None => std::future::pending().await,
+            }
+        };
+        let end = tokio::select! {
+            done = self.drive() => match done {
+                Ok(()) => End::Done(Ok(())),
+                Err(Halt::ClientGone) => End::ClientGone,
+                Err(Halt::Fatal(status)) => End::Done(Err(status)),
+                Err(Halt::Lost(why)) => End::Done(Err(refuse(Reason::Unreachable, why))),
+            },
+            () = client.closed() => End::ClientGone,
+            () = overdue => End::Deadline,
+            () = gateway.drain.stopped() => End::Stopped,
+        };
+        self.conclude(end)
+    }
+
+    fn conclude(&self, end: End) -> Result<(), Status> {
+        let stats = &self.gateway.stats;
+        let tokens = self.output.completion_tokens();
+        let id = &self.request.request_id;
+        let result = match end {
+            End::Done(result) => result,
+            End::ClientGone => {
+                add(&stats.cancelled, 1);
+                tracing::info!(id, tokens, "the client left");
+                return Ok(());
+            }
+            End::Deadline => {
+                Err(refuse(Reason::Deadline, format!("the deadline passed after {tokens} tokens")))
+            }
+            End::Stopped => {
+                Err(refuse(Reason::Draining, format!("the gateway stopped after {tokens} tokens")))
+            }
+        };
+        match &result {
+            Ok(()) => {
+                add(&stats.finished, 1);
+                let usage = self.output.usage();
+                let (rounds, accepted) = (usage.rounds, usage.accepted_tokens);
+                let without_draft = usage.rounds_without_draft;
+                tracing::info!(id, tokens, rounds, accepted, without_draft, "finished");
+            }
+            Err(status) => {
+                add(&stats.failed, 1);
+                tracing::warn!(id, tokens, code = ?status.code(), "failed: {}", status.message());
+            }
+        }
+        result
+    }
+
+    async fn drive(&mut self) -> Result<(), Halt> {
+        let started = Started {
+            request_id: self.request.request_id.clone(),
+            prompt_ids: self.request.prompt.clone(),
+            seed: self.request.sampling.seed,
+        };
+        self.send(vec![GenerateChunk { started: Some(started), ..Default::default() }]).await?;
+        let mut fruitless = 0;
+        loop {
+            let before = self.tokens.len();
+            let why = match self.live().await {
+                Ok(()) => return Ok(()),
+                Err(Halt::Lost(why)) => why,
+                Err(halt) => return Err(halt),
+            };
+            fruitless = if self.tokens.len() > before { 0 } else { fruitless + 1 };
+            if fruitless >= MAX_FRUITLESS {
+                return Err(Halt::Lost(format!("{why} ({fruitless} times without a new token)")));
+            }
+            add(&self.gateway.stats.reopened, 1);
+            let (id, tokens) = (&self.request.request_id, self.tokens.len());
+            tracing::warn!(id, tokens, "the sequence is opened again: {why}");
+        }
+    }
+
+    /// One sequence at the target, until the request or the sequence ends.
+    async fn live(&mut self) -> Result<(), Halt> {
+        let (ready, target) = self.target().await?;
+        let card = &ready.served.card;
+        let rounds = Rounds::opening(self.tokens.clone(), card.vocab_size);
+        let mut seq = Sequence { rounds, context: card.context_length, target, draft: None };
+        self.open(&mut seq, !card.aux_layers.is_empty()).await?;
+        while self.output.ended().is_none() {
+            self.round(&mut seq).await?;
+        }
+        Ok(())
+    }
+
+    /// A registered sequence at a target that is up and serves the model of this request.
+    async fn target(&self) -> Result<(TargetReady, Route<TargetPeer>), Halt> {
+        let until = Instant::now() + self.gateway.options.target_timeout;
+        loop {
+            let ready = self.gateway.target_up(until).await.map_err(Halt::Fatal)?;
+            let fingerprint = &ready.served.card.fingerprint;
+            if *fingerprint != self.fingerprint {
+                let line = format!(
+                    "the target came back with model {fingerprint}, the request began with {}",
+                    self.fingerprint
+                );
+                return Err(Halt::Fatal(refuse(Reason::StaleEpoch, line)));
+            }
+            if let Some(route) = self.gateway.target.register() {
+                return Ok((ready, route));
+            }
+            // Between the state and the registration the stream broke; the state follows at once.
+            tokio::task::yield_now().await;
+        }
+    }
+
+    async fn open(&mut self, seq: &mut Sequence, captured: bool) -> Result<(), Halt> {
+        let generated = (self.tokens.len() - self.request.prompt.len()) as u32;
+        let open = Open {
+            tokens: self.tokens.clone(),
+            generated,
+            sampling: Some(self.request.sampling),
+            limits: Some(self.request.limits.clone()),
+            features: captured && self.request.plan.speculates() && self.gateway.draft.is_some(),
+        };
+        seq.ask_target(Op::Open(open)).await?;
+        let commit = loop {
+            if let Some(commit) = seq.hear_target().await? {
+                break commit;
+            }
+            self.ingest(seq);
+        };
+        self.tokens.extend_from_slice(&commit.tokens);
+        let chunks = self.output.prefilled(commit);
+        self.send(chunks).await
+    }
+
+    /// Hands finished prompt chunks to the draft without waiting for it.
+    fn ingest(&self, seq: &mut Sequence) {
+        let Some(link) = &self.gateway.draft else { return };
+        if !link.is_up() {
+            return;
+        }
+        seq.take_seat(link);
+        if let (Some(propose), Some(draft)) = (seq.rounds.ingest(), &seq.draft) {
+            // What is not taken now is asked for by the draft later.
+            let _ = draft.try_send(DraftOp::Propose(propose));
+        }
+    }
+
+    /// One round, or one credit of plain rounds.
+    async fn round(&mut self, seq: &mut Sequence) -> Result<(), Halt> {
+        seq.catch_up()?;
+        let generated = (self.tokens.len() - self.request.prompt.len()) as u32;
+        let remaining = self.request.limits.max_tokens.saturating_sub(generated);
+        let at = seq.rounds.standing(remaining, seq.context);
+        let plan = self.plan();
+        let ask = policy::ask(plan, at, self.gateway.options.default_k);
+        let proposal = match ask {
+            Some(ask) => self.propose(seq, ask).await.unwrap_or_default(),
+            None => Proposal::empty(),
+        };
+        let without = proposal.is_empty() && (ask.is_some() || self.misses_its_draft());
+        let steps = policy::plain_steps(plan, at, seq.rounds.draft.is_healing());
+        if let Some(from) = seq.rounds.draft.fetch() {
+            seq.ask_target(Op::FetchFeatures(FetchFeatures { from })).await?;
+        }
+        let verify = seq.rounds.verify(proposal, steps);
+        seq.ask_target(Op::Verify(verify)).await?;
+        loop {
+            let Some(commit) = seq.hear_target().await? else { continue };
+            let last = commit.last;
+            if without {
+                self.output.went_without_draft();
+                add(&self.gateway.stats.rounds_without_draft, 1);
+            }
+            self.gateway.stats.round(&commit);
+            self.tokens.extend_from_slice(&commit.tokens);
+            let chunks = self.output.round(commit);
+            self.send(chunks).await?;
+            if last || self.output.ended().is_some() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The request's plan, or plain decoding where no draft is configured at all.
+    fn plan(&self) -> Plan {
+        match self.gateway.draft {
+            Some(_) => self.request.plan,
+            None => Plan::Off,
+        }
+    }
+
+    /// The request names a draft where none is configured.
+    fn misses_its_draft(&self) -> bool {
+        self.gateway.draft.is_none() && matches!(self.request.plan, Plan::Chain(_) | Plan::Tree(_))
+    }
+
+    /// A proposal for the next round, if the draft has one in time.
+    async fn propose(&mut self, seq: &mut Sequence, ask: Ask) -> Option<Proposal> {
+        let link = self.gateway.draft.as_ref()?;
+        if !link.is_up() {
+            return None;
+        }
+        seq.take_seat(link);
+        let next = seq.rounds.next();
+        let Sequence { rounds, draft, .. } = seq;
+        let draft = draft.as_mut()?;
+        while let Some(late) = draft.try_recv() {
+            rounds.draft.overhear(late, next);
+        }
+        if !rounds.draft.ready() {
+            return None;
+        }
+        draft.try_send(DraftOp::Propose(rounds.propose(ask))).ok()?;
+        let deadline = Instant::now() + self.request.plan.deadline(self.gateway.options.draft_deadline);
+        loop {
+            let Ok(out) = timeout_at(deadline, draft.recv()).await else {
+                add(&self.gateway.stats.draft_deadlines, 1);
+                link.suspect();
+                return None;
+            };
+            let vocab = rounds.vocab();
+            match rounds.draft.hear(out?, next, ask, vocab) {
+                Heard::Proposal(proposal) => return Some(proposal),
+                Heard::Stale => {}
+                Heard::Need => return None,
+                Heard::Refused(error) => {
+                    self.gateway.stats.refused(&error);
+                    return None;
+                }
+                Heard::Garbage(why) => {
+                    self.gateway.stats.garbage(&why);
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Waits for a slow client; its own sequence waits with it, nobody else.
+    async fn send(&self, chunks: Vec<GenerateChunk>) -> Result<(), Halt> {
+        for chunk in chunks {
+            self.chunks.send(chunk).await.map_err(|_| Halt::ClientGone)?;
+        }
+        Ok(())
+    }
+}
+
+impl Sequence {
+    /// A place at the draft's current stream.
+    fn take_seat(&mut self, link: &Link<DraftPeer>) {
+        if self.draft.as_ref().is_some_and(Route::is_broken) {
+            self.draft = None;
+        }
+        if self.draft.is_none() {
+            self.draft = link.register();
+            self.rounds.draft.joined();
+        }
+    }
+
+    async fn ask_target(&self, op: Op) -> Result<(), Halt> {
+        let stopping = |_| Halt::Lost("the gateway stops".to_owned());
+        self.target.send(op).await.map_err(stopping)
+    }
+
+    /// The next reply; `None` if it was no commit.
+    async fn hear_target(&mut self) -> Result<Option<Commit>, Halt> {
+        let Some(out) = self.target.recv().await else {
+            return Err(Halt::Lost("the stream to the target broke".to_owned()));
+        };
+        self.take_in(out.body)
+    }
+
+    /// Takes in what the target said between rounds.
+    fn catch_up(&mut self) -> Result<(), Halt> {
+        while let Some(out) = self.target.try_recv() {
+            self.take_in(out.body)?;
+        }
+        Ok(())
+    }
+
+    fn take_in(&mut self, body: Option<Body>) -> Result<Option<Commit>, Halt> {
+        match body {
+            Some(Body::Committed(committed)) => {
+                let commit = self.rounds.committed(committed);
+                commit.map(Some).map_err(|e| Halt::Fatal(refuse(Reason::Internal, e.to_string())))
+            }
+            Some(Body::Features(features)) => {
+                self.rounds.draft.features(features);
+                Ok(None)
+            }
+            Some(Body::Error(error)) => Err(halt(&error)),
+            Some(Body::Closed(_)) | None => Ok(None),
+        }
+    }
+}
+
+/// An error about where the sequence stands is mended by opening it again; any other is the client's.
+fn halt(error: &ItemError) -> Halt {
+    let lost = [Reason::BaseLen, Reason::UnknownSeq, Reason::DuplicateSeq, Reason::StaleEpoch];
+    match lost.iter().any(|reason| reason.as_str() == error.reason) {
+        true => Halt::Lost(error.message.clone()),
+        false => Halt::Fatal(status_of(error)),
+    }
+}

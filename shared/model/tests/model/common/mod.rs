@@ -1,0 +1,180 @@
+//! Models, fixtures and expected values shared by this crate's tests.
+
+pub(crate) mod driver;
+pub(crate) mod fixtures;
+pub(crate) mod rewrite;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::Tensor;
+use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint, TargetConfig};
+use eyrie_kernels::{Cpu, CpuOptions, Isa};
+use eyrie_model::{
+    Backing, CaptureSet, DeepSeek, Eagle3Head, ForwardOut, Keep, LatentCache, LogitRows, PageAllocator,
+    SeqRows, SeqTable, SharedWeights, TargetModel,
+};
+use eyrie_region::Epoch;
+
+pub(crate) const PAGE_ROWS: usize = 16;
+
+pub(crate) fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+pub(crate) fn fixture(name: &str) -> PathBuf {
+    workspace().join("tests/fixtures").join(name)
+}
+
+pub(crate) fn demo(name: &str) -> PathBuf {
+    workspace().join("deploy/demo").join(name)
+}
+
+pub(crate) fn cpu(threads: usize) -> Cpu {
+    Cpu::new(CpuOptions { threads, isa: Isa::best() }).unwrap()
+}
+
+pub(crate) fn shared(checkpoint: &TargetCheckpoint) -> SharedWeights {
+    SharedWeights::build(checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap()
+}
+
+pub(crate) fn deepseek(dir: &Path, cpu: &Cpu) -> DeepSeek {
+    deepseek_as(dir, cpu, |_| {})
+}
+
+/// The model in `dir` under a config that `change` has edited.
+pub(crate) fn deepseek_as(dir: &Path, cpu: &Cpu, change: impl FnOnce(&mut TargetConfig)) -> DeepSeek {
+    let checkpoint = TargetCheckpoint::open(dir).unwrap();
+    let mut config = checkpoint.config().clone();
+    change(&mut config);
+    DeepSeek::load_as(config, &checkpoint, shared(&checkpoint), cpu, &mut |_| {}).unwrap()
+}
+
+pub(crate) fn draft(dir: &Path, capture: &CaptureSet, shared: &SharedWeights, cpu: &Cpu) -> Eagle3Head {
+    Eagle3Head::load(&DraftCheckpoint::open(dir).unwrap(), capture, shared, cpu).unwrap()
+}
+
+/// Tensors a fixture's independent reference computed.
+pub(crate) struct Expected(HashMap<String, (Vec<usize>, Vec<f64>)>);
+
+impl Expected {
+    pub(crate) fn read(path: &Path) -> Self {
+        let bytes = std::fs::read(path).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let tensors = file.iter().map(|(name, view)| {
+            let words =
+                view.data().chunks_exact(view.data().len() / view.shape().iter().product::<usize>().max(1));
+            let values = match view.dtype() {
+                safetensors::Dtype::F32 => {
+                    words.map(|w| f64::from(f32::from_le_bytes(w.try_into().unwrap()))).collect()
+                }
+                safetensors::Dtype::I32 => {
+                    words.map(|w| f64::from(i32::from_le_bytes(w.try_into().unwrap()))).collect()
+                }
+                other => panic!("{name}: {other:?}"),
+            };
+            (name.to_owned(), (view.shape().to_vec(), values))
+        });
+        Self(tensors.collect())
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    pub(crate) fn shape(&self, name: &str) -> &[usize] {
+        &self.0[name].0
+    }
+
+    pub(crate) fn floats(&self, name: &str) -> &[f64] {
+        &self.0[name].1
+    }
+
+    pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
+        self.0[name].1.iter().map(|&id| id as u32).collect()
+    }
+
+    /// Rows of the integer matrix `name`.
+    pub(crate) fn id_rows(&self, name: &str) -> Vec<Vec<u32>> {
+        let width = *self.shape(name).last().unwrap();
+        self.ids(name).chunks(width).map(<[u32]>::to_vec).collect()
+    }
+}
+
+pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Largest absolute difference; NaN counts as infinite.
+pub(crate) fn max_diff(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    std::iter::zip(got, want).map(|(&g, &w)| (f64::from(g) - w).abs()).fold(0.0, |max, d| {
+        if d > max || d.is_nan() { if d.is_nan() { f64::INFINITY } else { d } } else { max }
+    })
+}
+
+pub(crate) fn argmax_rows(logits: &Tensor) -> Vec<u32> {
+    let width = logits.dim(1).unwrap();
+    values(logits).chunks(width).map(|row| eyrie_kernels::argmax(row).unwrap()).collect()
+}
+
+/// A target's cache with the allocator over it.
+pub(crate) struct Pool {
+    pub(crate) cache: LatentCache,
+    pub(crate) pages: PageAllocator,
+}
+
+impl Pool {
+    pub(crate) fn new(model: &dyn TargetModel, tokens: usize) -> Self {
+        let cache = model.new_cache(tokens, PAGE_ROWS).unwrap();
+        let pages = cache.allocator();
+        Self { cache, pages }
+    }
+
+    /// Runs `tokens` behind what `table` holds and commits them.
+    pub(crate) fn feed(
+        &mut self,
+        model: &mut dyn TargetModel,
+        table: &mut SeqTable,
+        tokens: &[u32],
+        logits: LogitRows,
+    ) -> ForwardOut {
+        let base_len = table.len();
+        let end = base_len + tokens.len() as u32;
+        self.pages.reserve(table, end as usize).unwrap();
+        let rows = SeqRows { table, base_len, tokens, parents: None, logits };
+        let out = model.forward(&[rows], &mut self.cache).unwrap();
+        model.rollback(&mut self.cache, table, Keep::Len(end)).unwrap();
+        out
+    }
+}
+
+impl Pool {
+    /// Runs one token of every sequence in one pass, with logits, and commits them.
+    pub(crate) fn feed_each(
+        &mut self,
+        model: &mut dyn TargetModel,
+        tables: &mut [SeqTable],
+        tokens: &[u32],
+    ) -> ForwardOut {
+        for table in tables.iter_mut() {
+            let end = table.len() as usize + 1;
+            self.pages.reserve(table, end).unwrap();
+        }
+        let batch: Vec<SeqRows<'_>> = std::iter::zip(&*tables, tokens.chunks(1))
+            .map(|(table, tokens)| SeqRows {
+                table,
+                base_len: table.len(),
+                tokens,
+                parents: None,
+                logits: LogitRows::All,
+            })
+            .collect();
+        let out = model.forward(&batch, &mut self.cache).unwrap();
+        for table in tables {
+            let end = table.len() + 1;
+            model.rollback(&mut self.cache, table, Keep::Len(end)).unwrap();
+        }
+        out
+    }
+}

@@ -1,0 +1,62 @@
+//! P1 on the bundled pair against an independent reference, through all three services.
+
+use eyrie_tests::{Fleet, Golden, ask, client, goldens};
+
+const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
+/// Two correct float32 implementations may choose differently only where the reference's gap is smaller.
+const CLOSE: f64 = 2e-4;
+
+#[tokio::test]
+async fn greedy_tokens_and_chain_rounds_equal_the_reference() {
+    let fleet = Fleet::start(EYRIE, &[]);
+    let mut client = client(&fleet.ready().grpc).await;
+    let goldens = goldens();
+    assert_eq!(goldens.len(), 24);
+    for golden in goldens.iter().filter(|g| g.min_gap >= CLOSE) {
+        let plain = ask(&golden.prompt_ids, 96).run(&mut client).await.unwrap();
+        assert_eq!(plain.ids, golden.greedy_ids, "{} plain", golden.id);
+        assert!(plain.rounds.iter().all(|r| r.proposed.is_empty()), "{}", golden.id);
+        for k in [1, 3, 5, 7] {
+            let chain = ask(&golden.prompt_ids, 96).chain(k).run(&mut client).await.unwrap();
+            assert_eq!(chain.ids, golden.greedy_ids, "{} K={k}", golden.id);
+            check_rounds(golden, k, &chain);
+        }
+    }
+}
+
+fn check_rounds(golden: &Golden, k: u32, outcome: &eyrie_tests::Outcome) {
+    let want = &golden.chain[&k.to_string()];
+    if want.min_draft_gap < CLOSE {
+        return;
+    }
+    let got: Vec<_> = outcome.rounds.iter().map(|r| (r.proposed.clone(), r.accepted)).collect();
+    assert_eq!(got.len(), want.rounds.len(), "{} K={k}: rounds", golden.id);
+    // The reference lets its last round run past 96 tokens.
+    let all_but_last = got.len() - 1;
+    assert_eq!(got[..all_but_last], want.rounds[..all_but_last], "{} K={k}", golden.id);
+    assert_eq!(got[all_but_last].0, want.rounds[all_but_last].0, "{} K={k}: last proposal", golden.id);
+    for round in &outcome.rounds {
+        let chain: Vec<u32> = (0..k).collect();
+        assert_eq!(round.parents, chain, "{} K={k}: root is node 0, the first proposal node 1", golden.id);
+        let path: Vec<u32> = (1..=round.accepted).collect();
+        assert_eq!(round.accepted_path, path);
+    }
+}
+
+#[tokio::test]
+async fn text_prompts_encode_as_the_reference_did_and_decode_back() {
+    let fleet = Fleet::start(EYRIE, &["--no-draft"]);
+    for golden in goldens().iter().take(4) {
+        let out = std::process::Command::new(EYRIE)
+            .args(["generate", "--json", "--ignore-eos", "--temperature", "0", "--max-tokens", "96"])
+            .args(["--endpoint", &fleet.ready().grpc, "--prompt", &golden.prompt])
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let reply: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        assert_eq!(reply["prompt_ids"], serde_json::json!(golden.prompt_ids));
+        assert_eq!(reply["token_ids"], serde_json::json!(golden.greedy_ids));
+        assert_eq!(reply["finish_reason"], "length");
+        assert_eq!(reply["usage"]["completion_tokens"], 96);
+    }
+}

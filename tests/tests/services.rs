@@ -1,0 +1,91 @@
+//! Services one by one: any order of start, TCP or unix sockets, orderly end, health.
+
+use eyrie_tests::{Fleet, Service, Signal, ask, client, goldens, mini, mini_eagle3, signal, until};
+use eyrie_wire::v1::GetModelRequest;
+
+const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
+
+async fn speculating(endpoint: &str) {
+    until("the gateway to speculate", async || {
+        let channel = eyrie_wire::connect(&endpoint.parse().unwrap()).await.ok()?;
+        let mut client = eyrie_wire::v1::generation_client::GenerationClient::new(channel);
+        let model = client.get_model(GetModelRequest {}).await.ok()?.into_inner();
+        model.speculating.then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn any_order_of_start_ends_in_speculation() {
+    let golden = &goldens()[3];
+    for order in [["gateway", "draft", "target"], ["draft", "target", "gateway"]] {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = |name: &str| format!("unix:{}/{name}.sock", folder.path().display());
+        let (target, draft, gateway) = (socket("target"), socket("draft"), socket("gateway"));
+        let (mini, eagle) = (mini(), mini_eagle3());
+        let (mini, eagle) = (mini.to_str().unwrap(), eagle.to_str().unwrap());
+        let mut running = Vec::new();
+        for name in order {
+            let args: Vec<&str> = match name {
+                "target" => vec!["target", "--model", mini, "--listen", &target, "--aux-layers", "2,4,5"],
+                "draft" => vec!["draft", "--model", eagle, "--listen", &draft, "--target", &target],
+                _ => vec!["gateway", "--listen", &gateway, "--target", &target, "--draft", &draft],
+            };
+            running.push(Service::start(EYRIE, &args, folder.path()));
+        }
+        speculating(&gateway).await;
+        let outcome = ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&gateway).await).await.unwrap();
+        assert_eq!(outcome.ids, golden.greedy_ids, "{order:?}");
+        assert!(outcome.usage.accepted_tokens > 0, "{order:?}");
+        for service in &mut running {
+            signal(service.pid(), Signal::TERM);
+            assert_eq!(service.wait(), Some(0), "{order:?}: {}", service.log());
+        }
+    }
+}
+
+#[tokio::test]
+async fn tcp_between_the_services_serves_the_same() {
+    let fleet = Fleet::start(EYRIE, &["--tcp"]);
+    let ready = fleet.ready();
+    assert!(ready.target.starts_with("http://127.0.0.1:"), "{ready:?}");
+    let golden = &goldens()[4];
+    let outcome = ask(&golden.prompt_ids, 96).chain(5).run(&mut client(&ready.grpc).await).await.unwrap();
+    assert_eq!(outcome.ids, golden.greedy_ids);
+    assert!(outcome.usage.accepted_tokens > 0);
+    assert_eq!(fleet.stop(), Some(0), "SIGTERM drains and ends with 0");
+}
+
+#[tokio::test]
+async fn restarted_target_serves_again_with_a_new_epoch() {
+    let fleet = Fleet::start(EYRIE, &["--restart"]);
+    let before = fleet.ready();
+    let golden = &goldens()[5];
+    signal(before.pids.target, Signal::KILL);
+    let after =
+        until("the new target's pid", async || Some(fleet.ready()).filter(|r| r.pids.target != before.pids.target));
+    let after = after.await;
+    speculating(&after.grpc).await;
+    let outcome = ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&after.grpc).await).await.unwrap();
+    assert_eq!(outcome.ids, golden.greedy_ids);
+    assert!(outcome.usage.accepted_tokens > 0);
+}
+
+#[tokio::test]
+async fn killed_target_costs_a_running_request_nothing_but_time() {
+    let fleet = Fleet::start(EYRIE, &["--restart"]);
+    let ready = fleet.ready();
+    let mut client = client(&ready.grpc).await;
+    let asked = ask(&goldens()[6].prompt_ids, 800).chain(3).sampled(0.8, 3);
+    let whole = asked.run(&mut client).await.unwrap();
+    let stream = client.generate_stream(asked.0).await.unwrap().into_inner();
+    let mut pending = true;
+    let outcome = eyrie_tests::collect(stream, |so_far| {
+        if pending && so_far.ids.len() > 100 {
+            pending = false;
+            signal(ready.pids.target, Signal::KILL);
+        }
+    });
+    assert_eq!(outcome.await.unwrap().ids, whole.ids);
+    assert!(!pending, "the target was killed on the way");
+}
