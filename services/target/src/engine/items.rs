@@ -16,9 +16,10 @@ impl Engine {
         let Some(boot) = self.streams.boot_of(stream) else { return };
         for item in items {
             let key = Key { boot, seq: item.seq };
-            if let Some(sequence) = self.sequences.get_mut(&key) {
-                sequence.route = stream;
-                sequence.expires = None;
+            let closing = matches!(item.op, Some(Op::Close(_)));
+            if let Err(error) = self.claim(key, stream, closing) {
+                self.streams.reply(stream, item.seq, Body::Error(error));
+                continue;
             }
             let answers = match item.op {
                 Some(Op::Open(open)) => self.open(key, stream, open),
@@ -38,6 +39,24 @@ impl Engine {
                 self.streams.reply(stream, item.seq, body);
             }
         }
+    }
+
+    /// Sends further replies of `key` to `stream`. A unary Round that waits for one is not left waiting for ever.
+    fn claim(&mut self, key: Key, stream: StreamId, closing: bool) -> Result<(), ItemError> {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
+        let waits = sequence.route != stream && sequence.has_work() && self.streams.is_unary(sequence.route);
+        if waits && !closing {
+            let message = format!("sequence {} is computing for another call", key.seq);
+            return Err(item_error(Reason::Busy, message));
+        }
+        if waits {
+            let message = format!("sequence {} was closed by another call", key.seq);
+            let body = Body::Error(item_error(Reason::UnknownSeq, message));
+            self.streams.reply(sequence.route, key.seq, body);
+        }
+        sequence.route = stream;
+        sequence.expires = None;
+        Ok(())
     }
 
     fn find(&mut self, key: Key) -> Result<&mut Sequence, ItemError> {

@@ -18,12 +18,15 @@ use eyrie_wire::v1::{
     ModelCard, ReadFileRequest, TargetFrame, TargetReply,
 };
 use eyrie_wire::{MAX_MESSAGE, Reason, refuse};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::engine::{Command, Sender, Stopped, StreamId};
 use crate::state::State;
 
+/// Rounds streams and unary rounds at the same time: one a gateway is usual.
+const MAX_STREAMS: usize = 256;
 /// Bytes of one FileChunk.
 const FILE_CHUNK: usize = 1 << 20;
 
@@ -38,12 +41,20 @@ pub(crate) struct Service {
     /// Milliseconds that the last Drain call granted.
     grace_ms: Arc<AtomicU32>,
     streams: Arc<AtomicU64>,
+    room: Arc<Semaphore>,
 }
 
 impl Service {
     pub(crate) fn new(state: Arc<State>, engine: Sender<Command>, drain: Drain, grace: Duration) -> Self {
         let grace_ms = u32::try_from(grace.as_millis()).unwrap_or(u32::MAX);
-        Self { state, engine, drain, grace_ms: Arc::new(AtomicU32::new(grace_ms)), streams: Arc::default() }
+        Self {
+            state,
+            engine,
+            drain,
+            grace_ms: Arc::new(AtomicU32::new(grace_ms)),
+            streams: Arc::default(),
+            room: Arc::new(Semaphore::new(MAX_STREAMS)),
+        }
     }
 
     /// As a tonic service with the project's message limits.
@@ -66,6 +77,16 @@ impl Service {
             Some(_) => Ok(()),
             None => Err(refuse(Reason::Loading, "the model is still loading")),
         }
+    }
+
+    /// Room for one more stream, given back when dropped.
+    fn take_room(&self) -> Result<OwnedSemaphorePermit, Status> {
+        Arc::clone(&self.room).try_acquire_owned().map_err(|_| {
+            refuse(
+                Reason::Busy,
+                format!("{MAX_STREAMS} streams may be open at the same time, and as many are"),
+            )
+        })
     }
 
     /// Why the engine takes and gives nothing more.
@@ -114,11 +135,13 @@ impl Target for Service {
         request: Request<Streaming<TargetFrame>>,
     ) -> Result<Response<Self::RoundsStream>, Status> {
         self.check_loaded()?;
-        Ok(Response::new(self.clone().converse(request.into_inner())))
+        let room = self.take_room()?;
+        Ok(Response::new(self.clone().converse(request.into_inner(), room)))
     }
 
     async fn round(&self, request: Request<TargetFrame>) -> Result<Response<TargetReply>, Status> {
         self.check_loaded()?;
+        let _room = self.take_room()?;
         self.answer(request.into_inner()).await.map(Response::new)
     }
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use eyrie_wire::v1::{TargetFrame, TargetItem, TargetReply};
 use eyrie_wire::{Reason, refuse};
-use tokio::sync::mpsc;
-use tokio::sync::mpsc::WeakSender;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::{self, WeakSender};
 use tokio_stream::Stream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{Status, Streaming};
@@ -24,8 +24,12 @@ const STALL_CHECK: Duration = Duration::from_secs(1);
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 
 impl Service {
-    /// Answers `frames` until either side ends the stream.
-    pub(super) fn converse(self, frames: Streaming<TargetFrame>) -> super::Replies<TargetReply> {
+    /// Answers `frames` until either side ends the stream, which gives back its `room`.
+    pub(super) fn converse(
+        self,
+        frames: Streaming<TargetFrame>,
+        room: OwnedSemaphorePermit,
+    ) -> super::Replies<TargetReply> {
         let (sender, receiver) = mpsc::channel(REPLY_FRAMES);
         let ending = Ending::default();
         let gone = CancellationToken::new();
@@ -35,6 +39,7 @@ impl Service {
             service: self.clone(),
             done: false,
             _gone: gone.clone().drop_guard(),
+            _room: room,
         };
         let drain = self.drain.clone();
         drain.spawn(async move { self.read(frames, Replies { frames: sender, ending }, gone).await });
@@ -132,7 +137,8 @@ struct ReplyStream {
     ending: Ending,
     service: Service,
     done: bool,
-    /// Tells the reading half when the gateway drops this one.
+    // Given back before the reading half learns that the gateway dropped this one.
+    _room: OwnedSemaphorePermit,
     _gone: DropGuard,
 }
 

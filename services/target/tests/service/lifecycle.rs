@@ -5,8 +5,11 @@ use eyrie_target::{TargetOptions, run};
 use eyrie_wire::v1::{
     DescribeRequest, DrainRequest, LoadState, ReadFileRequest, Verify, target_item::Op, target_out::Body,
 };
-use eyrie_wire::{Address, reason_of};
+use eyrie_wire::{Address, connect, reason_of};
 use tonic::Code;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
 
 use crate::harness::{Golden, Server, goldens, greedy, options, repository, verify_after};
 
@@ -22,6 +25,25 @@ async fn the_card_tells_what_is_served() {
     assert_eq!((card.eos_ids, card.pid), (vec![0], std::process::id()));
     assert!(card.loaded_bytes == card.total_bytes && card.total_bytes > 1_000_000, "{} B", card.total_bytes);
     assert!(card.weight_formats.contains("int4"), "{}", card.weight_formats);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn health_follows_readiness() {
+    let server = Server::start().await;
+    let mut rounds = server.rounds(1).await;
+    rounds.send(1, Op::Open(greedy(&goldens(1)[0].prompt, 30))).await;
+    assert!(matches!(rounds.body().await, Body::Committed(_)));
+    let mut health = HealthClient::new(connect(&server.ready.address).await.unwrap());
+    let request = HealthCheckRequest { service: "eyrie.v1.Target".to_owned() };
+    let mut watch = health.watch(request).await.unwrap().into_inner();
+    let first = watch.message().await.unwrap().unwrap();
+    assert_eq!(first.status, ServingStatus::Serving as i32);
+    server.drain.start();
+    let second = watch.message().await.unwrap().unwrap();
+    assert_eq!(second.status, ServingStatus::NotServing as i32);
+    // Or the stopping server waits for its streams.
+    drop((watch, rounds));
     server.stop().await;
 }
 
@@ -75,14 +97,12 @@ async fn a_drain_ends_what_still_runs_after_its_grace() {
     let mut rounds = server.rounds(1).await;
     rounds.send(1, Op::Open(greedy(&goldens(1)[0].prompt, 30))).await;
     assert!(matches!(rounds.body().await, Body::Committed(_)));
+    let (socket, door) = (server.dir.path().join("t.sock"), server.dir.path().join("t.sock.door"));
+    assert!(socket.exists() && door.exists());
     server.client.clone().drain(DrainRequest { grace_ms: 50 }).await.unwrap();
     assert_eq!(rounds.status().await.code(), Code::Unavailable);
-    let socket = server.dir.path().join("t.sock");
-    assert!(socket.exists());
-    let door = server.dir.path().join("t.sock.door");
-    let dir = server.ended_with_dir().await;
+    let _dir = server.ended_with_dir().await;
     assert!(!socket.exists() && !door.exists());
-    drop(dir);
 }
 
 #[tokio::test(flavor = "multi_thread")]

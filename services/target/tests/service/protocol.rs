@@ -317,3 +317,42 @@ async fn unary_rounds_carry_a_sequence_from_call_to_call() {
     }
     server.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_unary_round_that_waits_is_answered_when_another_call_interferes() {
+    let server = Server::start().await;
+    let prompt = &goldens(1)[0].prompt;
+    let frame =
+        |op| TargetFrame { hello: Some(server.hello(8)), items: vec![TargetItem { seq: 3, op: Some(op) }] };
+    let (mut waiting, mut other) = (server.client.clone(), server.client.clone());
+    let opened = waiting.round(frame(Op::Open(greedy(prompt, 1000)))).await.unwrap().into_inner();
+    let Some(Body::Committed(state)) = opened.outs[0].body.clone() else { panic!() };
+    let credit = Op::Verify(Verify { steps: 900, ..verify_after(&state, vec![]) });
+    let interfere = async {
+        server.load_until(|load| load.steps > 5).await;
+        let busy = other.round(frame(fetch(0))).await.unwrap().into_inner();
+        assert!(matches!(&busy.outs[0].body, Some(Body::Error(error)) if error.reason == "BUSY"), "{busy:?}");
+        other.round(frame(close())).await.unwrap();
+    };
+    let (credit, ()) = tokio::join!(waiting.round(frame(credit)), interfere);
+    let outs = credit.unwrap().into_inner().outs;
+    assert!(outs.len() < 900);
+    let last = outs.last().unwrap().body.clone();
+    assert!(matches!(&last, Some(Body::Error(error)) if error.message.contains("closed")), "{last:?}");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_are_limited_in_number() {
+    let server = Server::start().await;
+    let mut open = Vec::new();
+    for boot in 1..=256 {
+        open.push(server.rounds(boot).await);
+    }
+    let status = Rounds::connect(&server, server.hello(999)).await.err().unwrap();
+    assert_eq!(reason_of(&status).as_deref(), Some("BUSY"), "{status}");
+    drop(open);
+    server.load_until(|load| load.streams == 0).await;
+    server.rounds(999).await;
+    server.stop().await;
+}
