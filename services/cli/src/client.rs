@@ -24,7 +24,7 @@ pub(crate) async fn connect(address: &Address) -> anyhow::Result<Client> {
 
 /// A status as the one line that a person reads.
 pub(crate) fn status_line(status: tonic::Status) -> anyhow::Error {
-    let reason = reason_of(&status).map_or_else(|| format!("{:?}", status.code()), |r| r);
+    let reason = reason_of(&status).unwrap_or_else(|| format!("{:?}", status.code()));
     anyhow::anyhow!("{} [{reason}]", status.message())
 }
 

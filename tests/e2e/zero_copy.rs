@@ -1,12 +1,11 @@
 //! P6: the draft maps the target's embedding (and head), it does not copy it.
 
+use crate::EYRIE;
 use std::path::Path;
 
 use eyrie_tests::{Fleet, ask, client, root};
 use eyrie_wire::v1::draft_client::DraftClient;
 use eyrie_wire::v1::{DescribeDraftRequest, DraftCard};
-
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 
 async fn card(address: &str) -> DraftCard {
     let channel = eyrie_wire::connect(&address.parse().unwrap()).await.unwrap();

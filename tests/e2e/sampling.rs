@@ -1,11 +1,11 @@
 //! P1 when sampling: served tokens follow the distribution of an independent reference's logits.
 
+use crate::EYRIE;
 use std::collections::HashMap;
 
 use candle_core::{Device, Tensor, safetensors};
 use eyrie_tests::{Fleet, ask, client, root};
 
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 const DRAWS: u64 = 4000;
 const TEMPERATURE: f64 = 1.0;
 

@@ -1,9 +1,8 @@
 //! Services one by one: any order of start, TCP or unix sockets, orderly end, health.
 
+use crate::EYRIE;
 use eyrie_tests::{Fleet, Service, Signal, ask, client, goldens, mini, mini_eagle3, signal, until};
 use eyrie_wire::v1::GetModelRequest;
-
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 
 async fn speculating(endpoint: &str) {
     until("the gateway to speculate", async || {

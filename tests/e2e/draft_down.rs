@@ -1,8 +1,8 @@
 //! P2 and A12: a draft that dies or freezes costs speed, never a token, and heals within the request.
 
+use crate::EYRIE;
 use eyrie_tests::{Fleet, Outcome, Signal, ask, client, collect, goldens, signal, until};
 
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 /// Long enough that a restarted draft comes back while the request still runs.
 const TOKENS: u32 = 1500;
 const HIT_AT: usize = 100;

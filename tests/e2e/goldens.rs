@@ -1,8 +1,8 @@
 //! P1 on the bundled pair against an independent reference, through all three services.
 
+use crate::EYRIE;
 use eyrie_tests::{Fleet, Golden, ask, client, goldens};
 
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 /// Two correct float32 implementations may choose differently only where the reference's gap is smaller.
 const CLOSE: f64 = 2e-4;
 

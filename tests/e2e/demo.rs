@@ -1,8 +1,7 @@
 //! The README's main job.
 
+use crate::EYRIE;
 use std::process::Command;
-
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 
 #[test]
 fn demo_serves_the_bundled_pair_and_compares_with_plain() {

@@ -1,5 +1,6 @@
 //! P4: bad input is one clear line with the right status or exit code, and the service goes on.
 
+use crate::EYRIE;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -7,8 +8,6 @@ use eyrie_tests::{Fleet, ask, client, goldens, mini, mini_eagle3, root};
 use eyrie_wire::reason_of;
 use eyrie_wire::v1::{GenerateRequest, TreeShape, generate_request};
 use tonic::Code;
-
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 
 fn run(args: &[&str]) -> Output {
     Command::new(EYRIE).args(args).current_dir(root()).output().unwrap()

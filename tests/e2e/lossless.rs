@@ -1,8 +1,8 @@
 //! P1: speculative output equals plain output, bit for bit, whatever runs beside it.
 
+use crate::EYRIE;
 use eyrie_tests::{Asked, Fleet, ask, client, goldens};
 
-const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
 const TOKENS: u32 = 64;
 
 /// Greedy and seeded variants of one prompt.

@@ -1,0 +1,24 @@
+//! Cross-service tests: real processes, real sockets, the real pair.
+
+/// The binary under test.
+#[cfg(test)]
+const EYRIE: &str = env!("CARGO_BIN_EXE_eyrie");
+
+#[cfg(test)]
+mod bad_input;
+#[cfg(test)]
+mod demo;
+#[cfg(test)]
+mod draft_down;
+#[cfg(test)]
+mod goldens;
+#[cfg(test)]
+mod licences;
+#[cfg(test)]
+mod lossless;
+#[cfg(test)]
+mod sampling;
+#[cfg(test)]
+mod services;
+#[cfg(test)]
+mod zero_copy;
