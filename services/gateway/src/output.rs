@@ -202,8 +202,17 @@ impl Output {
             let done = self.held.pop_front().and_then(|held| held.round);
             last_chunk(chunks).rounds.extend(done);
         }
+        for chunk in chunks.iter_mut() {
+            chunk.text_ends.resize(chunk.token_ids.len(), chunk.text.len() as u32);
+        }
         if !emit.text.is_empty() {
-            last_chunk(chunks).text.push_str(&emit.text);
+            let chunk = last_chunk(chunks);
+            chunk.text.push_str(&emit.text);
+            // The newest id is the one that made this text final.
+            let end = chunk.text.len() as u32;
+            if let Some(last) = chunk.text_ends.last_mut() {
+                *last = end;
+            }
         }
     }
 }

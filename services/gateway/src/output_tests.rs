@@ -58,6 +58,23 @@ fn one_chunk_a_round_with_the_accepted_ids_first() {
 }
 
 #[test]
+fn text_ends_tell_which_id_brought_which_text() {
+    let t = tokenizer();
+    let ids = t.encode("one two three four five", false).unwrap();
+    let rounds = [commit(&ids[..1], 0, ON), commit(&ids[1..], 2, FinishReason::Length)];
+    let (chunks, _) = run(&[], &t, &rounds);
+    for chunk in &chunks {
+        assert_eq!(chunk.text_ends.len(), chunk.token_ids.len(), "{chunk:?}");
+        let mut start = 0;
+        for (&id, &end) in chunk.token_ids.iter().zip(&chunk.text_ends) {
+            assert_eq!(chunk.text[start..end as usize], t.decode(&[id], true).unwrap(), "{chunk:?}");
+            start = end as usize;
+        }
+        assert_eq!(start, chunk.text.len());
+    }
+}
+
+#[test]
 fn held_back_ids_keep_their_round_until_they_are_released() {
     let t = tokenizer();
     let ids = t.encode("one two three", false).unwrap();
