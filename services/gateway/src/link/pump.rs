@@ -9,7 +9,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tonic::Streaming;
 
 use super::peer::{Connection, Peer};
-use super::{CLOSES, Shared, State};
+use super::{CLOSES, RECENT_CLOSES, Shared, State};
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
@@ -125,7 +125,12 @@ async fn discard<T>(items: &mut mpsc::Receiver<T>) {
 
 impl<P: Peer> Shared<P> {
     fn up(&self, ready: P::Ready) {
-        self.table.lock().up = true;
+        let mut table = self.table.lock();
+        table.up = true;
+        let again: Vec<u64> = table.closed.drain(..).collect();
+        table.closing.extend(again);
+        drop(table);
+        self.closes.notify_one();
         tracing::info!(peer = P::NAME, "connected");
         self.state.send_replace(State::Up(ready));
     }
@@ -176,8 +181,11 @@ impl<P: Peer> Shared<P> {
         if table.closing.len() > CLOSES {
             return None;
         }
-        let mut frame: Vec<P::Item> =
-            std::mem::take(&mut table.closing).into_iter().map(|seq| P::item(seq, P::close())).collect();
+        let closing = std::mem::take(&mut table.closing);
+        let excess = (table.closed.len() + closing.len()).saturating_sub(RECENT_CLOSES);
+        table.closed.extend(&closing);
+        table.closed.drain(..excess);
+        let mut frame: Vec<P::Item> = closing.into_iter().map(|seq| P::item(seq, P::close())).collect();
         let mut bytes = 0;
         let mut next = first.or_else(|| items.try_recv().ok());
         while let Some(item) = next {
