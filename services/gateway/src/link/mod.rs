@@ -92,6 +92,12 @@ impl<P: Peer> Link<P> {
     /// Starts the link's task on `drain`; it ends with [`Drain::stop`].
     pub(crate) fn spawn(peer: P, drain: &Drain) -> Self {
         let (queue, items) = mpsc::channel(QUEUE);
+        let link = Self::over(queue);
+        drain.spawn(pump::run(Arc::clone(&link.shared), peer, items, drain.clone()));
+        link
+    }
+
+    fn over(queue: mpsc::Sender<P::Item>) -> Self {
         let (state, _) = watch::channel(State::Down(format!("connecting to the {}", P::NAME).into()));
         let table = Mutex::new(Table {
             up: false,
@@ -101,7 +107,6 @@ impl<P: Peer> Link<P> {
         });
         let next_seq = AtomicU64::new(1);
         let shared = Arc::new(Shared { table, queue, closes: Notify::new(), state, next_seq });
-        drain.spawn(pump::run(Arc::clone(&shared), peer, items, drain.clone()));
         Self { shared }
     }
 

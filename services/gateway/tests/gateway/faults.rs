@@ -125,6 +125,7 @@ async fn a_draft_stream_made_again_heals_within_the_request() {
     let needs = draft.replies().count(|b| matches!(b, Body::Need(_)));
     draft.break_streams();
     target.allow(1);
+    draft.streams().wait(2, |_| true).await;
     world.speculating(true).await;
     target.allow(1000);
     let rest = drained(stream).await;
@@ -146,7 +147,7 @@ async fn an_exact_request_waits_for_a_draft_that_heals() {
     // The fifth step waits: nothing is in flight to the draft while its stream is made again.
     target.events().wait(4, drafted).await;
     draft.break_streams();
-    world.speculating(false).await;
+    draft.streams().wait(2, |_| true).await;
     world.speculating(true).await;
     target.allow(1000);
     let rest = drained(stream).await;
