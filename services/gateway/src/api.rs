@@ -26,6 +26,9 @@ use crate::validate::{Admitted, Defaults, admit, check_ids};
 /// Chunks that a client has not read yet; then its own sequence waits.
 const UNREAD_CHUNKS: usize = 16;
 
+/// How much earlier than the client's own timeout a request is ended, so that the answer still arrives.
+const TIMEOUT_MARGIN: Duration = Duration::from_millis(50);
+
 /// The service.
 #[derive(Debug)]
 pub(crate) struct Api {
@@ -151,7 +154,7 @@ fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Status> {
         let line = format!("grpc-timeout must be up to 8 digits and one of HMSmun, given {value:?}");
         refuse(Reason::InvalidArgument, line)
     })?;
-    let margin = (timeout / 10).min(Duration::from_millis(10));
+    let margin = (timeout / 10).min(TIMEOUT_MARGIN);
     Ok(Instant::now().checked_add(timeout - margin))
 }
 

@@ -287,6 +287,10 @@ mod tests {
         assert!(!side.is_healing());
         side.overhear(need(4, 11), (5, 12));
         assert!(side.is_healing());
+        // Another draft knows nothing, and nothing was asked of it yet.
+        side.joined();
+        assert!(side.ready());
+        assert_eq!(side.propose(&tokens, 5, 12, None).token_from, 0);
     }
 
     #[test]

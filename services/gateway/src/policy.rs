@@ -28,12 +28,14 @@ impl Plan {
         self != Self::Off
     }
 
+    /// The request fixes what every round drafts.
+    pub(crate) fn is_exact(self) -> bool {
+        matches!(self, Self::Chain(_) | Self::Tree(_))
+    }
+
     /// How long a proposal may take; an exact plan would rather wait than change the round.
     pub(crate) fn deadline(self, auto: Duration) -> Duration {
-        match self {
-            Self::Off | Self::Auto => auto,
-            Self::Chain(_) | Self::Tree(_) => auto.max(crate::GatewayOptions::EXACT_DEADLINE),
-        }
+        if self.is_exact() { auto.max(crate::GatewayOptions::EXACT_DEADLINE) } else { auto }
     }
 }
 

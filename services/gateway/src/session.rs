@@ -239,14 +239,12 @@ impl Session {
         let plan = self.plan();
         let ask = policy::ask(plan, at, self.gateway.options.default_k);
         let proposal = match ask {
-            Some(ask) => self.propose(seq, ask).await.unwrap_or_default(),
+            Some(ask) => self.proposal(seq, ask).await?.unwrap_or_default(),
             None => Proposal::empty(),
         };
         let without = proposal.is_empty() && (ask.is_some() || self.misses_its_draft());
         let steps = policy::plain_steps(plan, at, seq.rounds.draft.is_healing());
-        if let Some(from) = seq.rounds.draft.fetch() {
-            seq.ask_target(Op::FetchFeatures(FetchFeatures { from })).await?;
-        }
+        seq.fetch().await?;
         let verify = seq.rounds.verify(proposal, steps);
         seq.ask_target(Op::Verify(verify)).await?;
         loop {
@@ -276,11 +274,25 @@ impl Session {
 
     /// The request names a draft where none is configured.
     fn misses_its_draft(&self) -> bool {
-        self.gateway.draft.is_none() && matches!(self.request.plan, Plan::Chain(_) | Plan::Tree(_))
+        self.gateway.draft.is_none() && self.request.plan.is_exact()
     }
 
-    /// A proposal for the next round, if the draft has one in time.
-    async fn propose(&mut self, seq: &mut Sequence, ask: Ask) -> Option<Proposal> {
+    /// A proposal for the next round, if there is one in time. An exact plan gives a draft that lacks
+    /// rows the time to get them; otherwise the round goes without and the draft heals beside it.
+    async fn proposal(&mut self, seq: &mut Sequence, ask: Ask) -> Result<Option<Proposal>, Halt> {
+        let until = Instant::now() + self.request.plan.deadline(self.gateway.options.draft_deadline);
+        loop {
+            let proposal = self.propose(seq, ask, until).await;
+            let patient = self.request.plan.is_exact() && Instant::now() < until;
+            if proposal.is_some() || !patient || !seq.rounds.draft.is_healing() {
+                return Ok(proposal);
+            }
+            seq.heal(until).await?;
+        }
+    }
+
+    /// Asks the draft once.
+    async fn propose(&mut self, seq: &mut Sequence, ask: Ask, until: Instant) -> Option<Proposal> {
         let link = self.gateway.draft.as_ref()?;
         if !link.is_up() {
             return None;
@@ -296,9 +308,8 @@ impl Session {
             return None;
         }
         draft.try_send(DraftOp::Propose(rounds.propose(ask))).ok()?;
-        let deadline = Instant::now() + self.request.plan.deadline(self.gateway.options.draft_deadline);
         loop {
-            let Ok(out) = timeout_at(deadline, draft.recv()).await else {
+            let Ok(out) = timeout_at(until, draft.recv()).await else {
                 add(&self.gateway.stats.draft_deadlines, 1);
                 link.suspect();
                 return None;
@@ -339,6 +350,24 @@ impl Sequence {
             self.draft = link.register();
             self.rounds.draft.joined();
         }
+    }
+
+    /// Asks the target for rows that the draft lacks.
+    async fn fetch(&mut self) -> Result<(), Halt> {
+        match self.rounds.draft.fetch() {
+            Some(from) => self.ask_target(Op::FetchFeatures(FetchFeatures { from })).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Fetches what the draft lacks and waits for it, at most until `until`.
+    async fn heal(&mut self, until: Instant) -> Result<(), Halt> {
+        self.fetch().await?;
+        while self.rounds.draft.is_healing() {
+            let Ok(heard) = timeout_at(until, self.hear_target()).await else { return Ok(()) };
+            heard?;
+        }
+        Ok(())
     }
 
     async fn ask_target(&self, op: Op) -> Result<(), Halt> {

@@ -6,7 +6,7 @@ mod peer;
 mod pump;
 mod target;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,6 +26,9 @@ const QUEUE: usize = 1024;
 const UNREAD: usize = 4096;
 /// Closes that wait for the next frame; more than this and the stream is made again, which frees all.
 const CLOSES: usize = 1 << 16;
+/// Closes that are told again on a new stream of the same boot id: the last ones on the old stream may
+/// have been lost, and a peer that keeps the sequences of this boot would hold them for good.
+const RECENT_CLOSES: usize = 4096;
 
 /// What is known about a peer.
 #[derive(Debug, Clone)]
@@ -66,6 +69,7 @@ struct Table<P: Peer> {
     up: bool,
     routes: HashMap<u64, mpsc::Sender<P::Out>>,
     closing: Vec<u64>,
+    closed: VecDeque<u64>,
 }
 
 /// The item was not taken: the service stops, or (for [`Route::try_send`]) the queue is full.
@@ -88,11 +92,21 @@ impl<P: Peer> Link<P> {
     /// Starts the link's task on `drain`; it ends with [`Drain::stop`].
     pub(crate) fn spawn(peer: P, drain: &Drain) -> Self {
         let (queue, items) = mpsc::channel(QUEUE);
+        let link = Self::over(queue);
+        drain.spawn(pump::run(Arc::clone(&link.shared), peer, items, drain.clone()));
+        link
+    }
+
+    fn over(queue: mpsc::Sender<P::Item>) -> Self {
         let (state, _) = watch::channel(State::Down(format!("connecting to the {}", P::NAME).into()));
-        let table = Mutex::new(Table { up: false, routes: HashMap::new(), closing: Vec::new() });
+        let table = Mutex::new(Table {
+            up: false,
+            routes: HashMap::new(),
+            closing: Vec::new(),
+            closed: VecDeque::new(),
+        });
         let next_seq = AtomicU64::new(1);
         let shared = Arc::new(Shared { table, queue, closes: Notify::new(), state, next_seq });
-        drain.spawn(pump::run(Arc::clone(&shared), peer, items, drain.clone()));
         Self { shared }
     }
 

@@ -9,7 +9,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tonic::Streaming;
 
 use super::peer::{Connection, Peer};
-use super::{CLOSES, Shared, State};
+use super::{CLOSES, RECENT_CLOSES, Shared, State};
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
@@ -125,7 +125,12 @@ async fn discard<T>(items: &mut mpsc::Receiver<T>) {
 
 impl<P: Peer> Shared<P> {
     fn up(&self, ready: P::Ready) {
-        self.table.lock().up = true;
+        let mut table = self.table.lock();
+        table.up = true;
+        let again: Vec<u64> = table.closed.drain(..).collect();
+        table.closing.extend(again);
+        drop(table);
+        self.closes.notify_one();
         tracing::info!(peer = P::NAME, "connected");
         self.state.send_replace(State::Up(ready));
     }
@@ -176,8 +181,11 @@ impl<P: Peer> Shared<P> {
         if table.closing.len() > CLOSES {
             return None;
         }
-        let mut frame: Vec<P::Item> =
-            std::mem::take(&mut table.closing).into_iter().map(|seq| P::item(seq, P::close())).collect();
+        let closing = std::mem::take(&mut table.closing);
+        let excess = (table.closed.len() + closing.len()).saturating_sub(RECENT_CLOSES);
+        table.closed.extend(&closing);
+        table.closed.drain(..excess);
+        let mut frame: Vec<P::Item> = closing.into_iter().map(|seq| P::item(seq, P::close())).collect();
         let mut bytes = 0;
         let mut next = first.or_else(|| items.try_recv().ok());
         while let Some(item) = next {
@@ -188,5 +196,81 @@ impl<P: Peer> Shared<P> {
             next = if bytes < FRAME_BYTES { items.try_recv().ok() } else { None };
         }
         Some(frame)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use eyrie_wire::v1::target_item::Op;
+    use eyrie_wire::v1::{Revoke, TargetOut, TargetReply};
+
+    use super::super::{Link, QUEUE, TargetPeer, TargetReady, UNREAD};
+    use super::*;
+    use crate::catalog::Served;
+
+    fn ready() -> TargetReady {
+        TargetReady { epoch: 1, served: Arc::new(Served::without_text(Default::default())) }
+    }
+
+    fn link() -> (Link<TargetPeer>, mpsc::Receiver<eyrie_wire::v1::TargetItem>) {
+        let (queue, items) = mpsc::channel(QUEUE);
+        let link = Link::over(queue);
+        link.shared.up(ready());
+        (link, items)
+    }
+
+    fn closes(link: &Link<TargetPeer>, items: &mut mpsc::Receiver<eyrie_wire::v1::TargetItem>) -> Vec<u64> {
+        let frame = link.shared.gather(None, items).unwrap();
+        frame.into_iter().filter(|item| matches!(item.op, Some(Op::Close(_)))).map(|item| item.seq).collect()
+    }
+
+    #[test]
+    fn a_close_overtakes_what_its_sequence_still_has_queued() {
+        let (link, mut items) = link();
+        let (stays, leaves) = (link.register().unwrap(), link.register().unwrap());
+        let (stays_seq, leaves_seq) = (stays.seq, leaves.seq);
+        leaves.try_send(Op::Revoke(Revoke {})).unwrap();
+        stays.try_send(Op::Revoke(Revoke {})).unwrap();
+        drop(leaves);
+        let frame = link.shared.gather(None, &mut items).unwrap();
+        let sent: Vec<_> = frame.iter().map(|i| (i.seq, matches!(i.op, Some(Op::Close(_))))).collect();
+        assert_eq!(sent, [(leaves_seq, true), (stays_seq, false)]);
+    }
+
+    #[test]
+    fn a_break_is_heard_by_every_route_and_closes_are_told_again() {
+        let (link, mut items) = link();
+        let (stays, leaves) = (link.register().unwrap(), link.register().unwrap());
+        let (stays_seq, leaves_seq) = (stays.seq, leaves.seq);
+        drop(leaves);
+        assert_eq!(closes(&link, &mut items), [leaves_seq]);
+        link.shared.down("broken");
+        assert!(stays.is_broken() && link.register().is_none() && !link.is_up());
+        drop(stays);
+        link.shared.up(ready());
+        assert_eq!(closes(&link, &mut items), [stays_seq, leaves_seq]);
+        assert!(closes(&link, &mut items).is_empty());
+    }
+
+    #[test]
+    fn a_session_that_reads_nothing_is_cut_off_and_nobody_else() {
+        let (link, _items) = link();
+        let (mut reads, silent) = (link.register().unwrap(), link.register().unwrap());
+        let out = |seq| TargetOut { seq, body: None };
+        for _ in 0..=UNREAD {
+            link.shared.deliver(TargetReply { hello: None, outs: vec![out(silent.seq), out(reads.seq)] });
+            assert!(reads.try_recv().is_some());
+        }
+        assert!(!reads.is_broken());
+        assert!(silent.replies.is_closed(), "no more is kept for it");
+    }
+
+    #[test]
+    fn too_many_closes_are_worth_a_new_stream() {
+        let (link, mut items) = link();
+        link.shared.table.lock().closing = (0..=CLOSES as u64).collect();
+        assert!(link.shared.gather(None, &mut items).is_none());
+        link.shared.down("overflow");
+        assert_eq!(closes(&link, &mut items).len(), 0);
     }
 }

@@ -90,7 +90,7 @@ async fn a_deadline_ends_the_request_and_says_how_far_it_came() {
     target.events().wait(1, closed).await;
 
     let mut request = Request::new(ids(&PROMPT, 50));
-    request.set_timeout(Duration::from_millis(400));
+    request.set_timeout(Duration::from_millis(1000));
     let status = world.client.clone().generate(request).await.unwrap_err();
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
 }

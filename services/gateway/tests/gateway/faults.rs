@@ -125,6 +125,7 @@ async fn a_draft_stream_made_again_heals_within_the_request() {
     let needs = draft.replies().count(|b| matches!(b, Body::Need(_)));
     draft.break_streams();
     target.allow(1);
+    draft.streams().wait(2, |_| true).await;
     world.speculating(true).await;
     target.allow(1000);
     let rest = drained(stream).await;
@@ -134,6 +135,26 @@ async fn a_draft_stream_made_again_heals_within_the_request() {
     assert!(target.events().count(|s| matches!(s, Seen::Fetch { .. })) >= 1);
     let last = rest.iter().flat_map(|c| &c.rounds).next_back().unwrap();
     assert!(last.accepted > 0, "it speculates again");
+}
+
+#[tokio::test]
+async fn an_exact_request_waits_for_a_draft_that_heals() {
+    let (world, target, draft) = world().await;
+    target.hold();
+    target.allow(4);
+    let mut stream = world.stream(traced(&PROMPT, 60, 3)).await;
+    read(&mut stream, 13).await;
+    // The fifth step waits: nothing is in flight to the draft while its stream is made again.
+    target.events().wait(4, drafted).await;
+    draft.break_streams();
+    draft.streams().wait(2, |_| true).await;
+    world.speculating(true).await;
+    target.allow(1000);
+    let rest = drained(stream).await;
+    assert!(rest.iter().flat_map(|c| &c.rounds).all(|r| r.proposed.len() == 3));
+    let usage = rest.last().unwrap().finished.as_ref().unwrap().usage.clone().unwrap();
+    assert_eq!((usage.rounds_without_draft, usage.rounds), (0, 15));
+    assert!(draft.replies().count(|b| matches!(b, Body::Need(_))) >= 1);
 }
 
 #[tokio::test]

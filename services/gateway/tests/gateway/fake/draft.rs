@@ -51,6 +51,7 @@ struct Inner {
     events: Events<Body>,
     proposes: Events<Propose>,
     closes: Events<u64>,
+    streams: Events<u64>,
     fingerprint: Mutex<String>,
 }
 
@@ -71,6 +72,7 @@ impl FakeDraft {
             events: Events::default(),
             proposes: Events::default(),
             closes: Events::default(),
+            streams: Events::default(),
             fingerprint: Mutex::new("f00d".to_owned()),
         });
         let drain = Drain::new();
@@ -98,6 +100,11 @@ impl FakeDraft {
 
     pub(crate) fn closes(&self) -> &Events<u64> {
         &self.inner.closes
+    }
+
+    /// Boot ids of the streams that were opened.
+    pub(crate) fn streams(&self) -> &Events<u64> {
+        &self.inner.streams
     }
 
     pub(crate) fn set(&self, mood: Mood) {
@@ -227,7 +234,10 @@ impl Draft for Service {
                     frame = frames.message() => frame,
                 };
                 let Ok(Some(frame)) = frame else { break };
-                let hello = frame.hello.map(|hello| Hello { epoch: inner.epoch, ..hello });
+                let hello = frame.hello.map(|hello| {
+                    inner.streams.push(hello.boot_id);
+                    Hello { epoch: inner.epoch, ..hello }
+                });
                 let mut outs = Vec::new();
                 for item in frame.items {
                     match item.op.unwrap() {

@@ -91,7 +91,7 @@ impl World {
         within(async {
             loop {
                 let model = self.client.clone().get_model(eyrie_wire::v1::GetModelRequest {}).await;
-                if model.unwrap().into_inner().speculating == want {
+                if model.is_ok_and(|model| model.into_inner().speculating == want) {
                     return;
                 }
                 tokio::task::yield_now().await;
