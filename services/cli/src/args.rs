@@ -48,7 +48,7 @@ pub(crate) struct PairArgs {
     /// Checkpoint folder of the target [default: the bundled demo model]
     #[arg(long, value_name = "DIR")]
     pub(crate) target: Option<PathBuf>,
-    /// Checkpoint folder of the EAGLE-3 draft head [default: the bundled head, with the bundled target]
+    /// Checkpoint folder of the EAGLE-3 draft head [default: the bundled head with the bundled target, none with another]
     #[arg(long, value_name = "DIR", conflicts_with = "no_draft")]
     pub(crate) draft: Option<PathBuf>,
     /// Serve without a draft: plain decoding

@@ -26,7 +26,12 @@ pub(crate) fn pair_dirs(pair: &PairArgs) -> anyhow::Result<(PathBuf, Option<Path
         (Some(dir), _) => Some(dir.clone()),
         (None, true) => None,
         (None, false) if pair.target.is_none() => Some(bundled("mini-eagle3")?),
-        (None, false) => anyhow::bail!("--target without --draft: give the draft's folder, or --no-draft"),
+        (None, false) => {
+            style::warning(
+                "no --draft with this --target: every request is decoded plainly (--no-draft says so on purpose)",
+            );
+            None
+        }
     };
     Ok((target, draft))
 }
@@ -54,36 +59,39 @@ pub(crate) async fn demo(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let listen: Address = "127.0.0.1:0".parse()?;
     let mut fleet = Fleet::start(&args.pair, &listen, Links::Unix).await?;
     let outcome = tokio::select! {
-        outcome = watch(&mut fleet, &args, style) => outcome,
+        outcome = show(&mut fleet, &args, style) => outcome,
         _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
     };
     fleet.stop().await;
     outcome.map(|()| ExitCode::SUCCESS)
 }
 
-async fn watch(fleet: &mut Fleet, args: &DemoArgs, style: Style) -> anyhow::Result<()> {
+async fn show(fleet: &mut Fleet, args: &DemoArgs, style: Style) -> anyhow::Result<()> {
     let model = fleet.wait_ready().await?;
     introduce(fleet, &model, style);
-    let drafting =
-        if fleet.draft.is_some() { Drafting::Chain(args.max_draft_tokens) } else { Drafting::Plain };
-    let mut client = client::connect(&fleet.gateway).await?;
+    let (gateway, drafted) = (fleet.gateway.clone(), fleet.draft.is_some());
+    tokio::select! {
+        compared = compare(&gateway, drafted, args, style) => compared,
+        ended = fleet.supervise(args.pair.restart) => Err(ended),
+    }
+}
+
+/// Streams one completion, then runs it plain and drafted back to back.
+async fn compare(gateway: &Address, drafted: bool, args: &DemoArgs, style: Style) -> anyhow::Result<()> {
+    let drafting = if drafted { Drafting::Chain(args.max_draft_tokens) } else { Drafting::Plain };
+    let request = |drafting| client::greedy(&args.prompt, args.max_tokens, drafting);
+    let mut client = client::connect(gateway).await?;
 
     style::note(&style.dim(&args.prompt));
     let mut printer = Printer::new(true);
-    let shown = client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, drafting), |c| {
-        printer.chunk(c)
-    })
-    .await?;
+    let shown = client::run(&mut client, request(drafting), |c| printer.chunk(c)).await?;
     printer.end()?;
 
-    // The two rates come from the same requests run back to back, the shown one having warmed both up.
-    let plain =
-        client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, Drafting::Plain), |_| {})
-            .await?;
-    let fast =
-        client::run(&mut client, client::greedy(&args.prompt, args.max_tokens, drafting), |_| {}).await?;
+    // The shown run has warmed both up.
+    let plain = client::run(&mut client, request(Drafting::Plain), |_| {}).await?;
+    let fast = client::run(&mut client, request(drafting), |_| {}).await?;
     let model = client.get_model(GetModelRequest {}).await.map_err(client::status_line)?.into_inner();
-    summarise(&shown, &plain, &fast, &model, fleet.draft.is_some(), style);
+    summarise(&shown, &plain, &fast, &model, drafted, style);
     anyhow::ensure!(
         shown.token_ids == plain.token_ids && fast.token_ids == plain.token_ids,
         "speculative and plain tokens differ: this must never happen, please report it"

@@ -1,5 +1,6 @@
 //! Three services as child processes: start, readiness, restart, orderly end.
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -12,14 +13,19 @@ use eyrie_wire::v1::{DescribeRequest, GetModelRequest, Model};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tokio::process::{Child, Command};
+use tokio::signal::unix::{SignalKind, signal};
+use tonic_health::pb::health_client::HealthClient;
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
 
 use crate::args::PairArgs;
 use crate::{demo, style};
 
 /// How often readiness is asked for while something starts.
 const POLL: Duration = Duration::from_millis(25);
-/// A service that dies sooner than this after its start is not started again at once.
-const RESTART_PAUSE: Duration = Duration::from_millis(500);
+/// A service that dies this soon after it was started again is given a pause, longer each time.
+const YOUNG: Duration = Duration::from_secs(5);
+const RESTART_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// A stopping service gets this long after SIGTERM.
 const STOP_GRACE: Duration = Duration::from_secs(35);
 
@@ -48,6 +54,8 @@ struct Service {
     child: Child,
     pid: u32,
     started: Instant,
+    /// Pause before the next start; zero until it dies young.
+    pause: Duration,
 }
 
 /// How the services reach each other.
@@ -138,7 +146,14 @@ impl Fleet {
 
     fn spawn(&mut self, role: Role, args: Vec<String>) -> anyhow::Result<()> {
         let (child, pid) = self.launch(role, &args)?;
-        self.services.push(Service { role, args, child, pid, started: Instant::now() });
+        self.services.push(Service {
+            role,
+            args,
+            child,
+            pid,
+            started: Instant::now(),
+            pause: Duration::ZERO,
+        });
         Ok(())
     }
 
@@ -244,21 +259,61 @@ impl Fleet {
         Ok(None)
     }
 
-    /// Forgets a service that has ended.
-    pub(crate) fn forget(&mut self, role: Role) {
-        self.services.retain(|s| s.role != role);
+    /// Looks after the processes until one has ended that the others cannot do without; tells why.
+    pub(crate) async fn supervise(&mut self, restart: bool) -> anyhow::Error {
+        loop {
+            if let Err(e) = self.next_exit(restart).await {
+                return e;
+            }
+        }
     }
 
-    /// Starts an ended service again, later if it died young.
-    pub(crate) async fn restart(&mut self, role: Role) -> anyhow::Result<()> {
-        let index = self.services.iter().position(|s| s.role == role).context("no such service")?;
-        let lived = self.services[index].started.elapsed();
-        if lived < RESTART_PAUSE {
-            tokio::time::sleep(RESTART_PAUSE - lived).await;
+    async fn next_exit(&mut self, restart: bool) -> anyhow::Result<()> {
+        let mut children = signal(SignalKind::child())?;
+        let exited = loop {
+            match self.try_exited()? {
+                Some(exited) => break exited,
+                // Merged signals and signals of other children both end in another look.
+                None => children.recv().await,
+            };
+        };
+        if restart {
+            style::warning(&format!("{}; starting it again", exited.line()));
+            self.restart(exited.role).await?;
+            return self.settle().await;
         }
+        anyhow::ensure!(
+            exited.role == Role::Draft,
+            "{}; use --restart to have it started again",
+            exited.line()
+        );
+        style::warning(&format!("{}; serving goes on without a draft", exited.line()));
+        self.services.retain(|s| s.role != Role::Draft);
+        Ok(())
+    }
+
+    /// Waits until a restarted fleet serves again; a service that dies meanwhile is started again too.
+    async fn settle(&mut self) -> anyhow::Result<()> {
+        while let Err(e) = self.wait_ready().await {
+            let Some(exited) = self.try_exited()? else { return Err(e) };
+            style::warning(&format!("{}; starting it again", exited.line()));
+            self.restart(exited.role).await?;
+        }
+        style::note(&format!("{} serving again", style::Style::stderr().good("ready")));
+        Ok(())
+    }
+
+    /// Starts an ended service again, after a pause if it keeps dying young.
+    async fn restart(&mut self, role: Role) -> anyhow::Result<()> {
+        let index = self.services.iter().position(|s| s.role == role).context("no such service")?;
+        let pause = self.services[index].pause;
+        tokio::time::sleep(pause).await;
         let args = self.services[index].args.clone();
         let (child, pid) = self.launch(role, &args)?;
         let service = &mut self.services[index];
+        let died_young = service.started.elapsed() < YOUNG + pause;
+        service.pause =
+            if died_young { (pause * 2).clamp(RESTART_PAUSE, LONGEST_PAUSE) } else { Duration::ZERO };
         (service.child, service.pid, service.started) = (child, pid, Instant::now());
         Ok(())
     }
@@ -282,9 +337,10 @@ impl Fleet {
 }
 
 impl Exited {
-    /// One line for people.
+    /// One line for people. A process that a signal ended had no last word.
     pub(crate) fn line(&self) -> String {
-        let why = if self.last_line.is_empty() { String::new() } else { format!(": {}", self.last_line) };
+        let silent = self.status.signal().is_some() || self.last_line.is_empty();
+        let why = if silent { String::new() } else { format!(": {}", self.last_line) };
         format!("{} ended ({}){why}", self.role.name(), self.status)
     }
 }
@@ -340,8 +396,14 @@ async fn describe(target: &Address) -> Option<eyrie_wire::v1::ModelCard> {
     Some(TargetClient::new(channel).describe(DescribeRequest {}).await.ok()?.into_inner())
 }
 
+/// The gateway's word on the model, once it is serving: before that it would make the call wait.
 async fn get_model(gateway: &Address) -> Option<Model> {
     let channel = eyrie_wire::connect(gateway).await.ok()?;
+    let everything = HealthCheckRequest { service: String::new() };
+    let health = HealthClient::new(channel.clone()).check(everything).await.ok()?.into_inner();
+    if health.status() != ServingStatus::Serving {
+        return None;
+    }
     Some(GenerationClient::new(channel).get_model(GetModelRequest {}).await.ok()?.into_inner())
 }
 

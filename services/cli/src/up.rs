@@ -1,16 +1,12 @@
 //! `eyrie up`: keeps the three services running.
 
 use std::process::ExitCode;
-use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::{PairArgs, UpArgs};
 use crate::fleet::{Fleet, Links, Role};
 use crate::style::{self, Style};
-
-/// How often the processes are looked after.
-const WATCH: Duration = Duration::from_millis(50);
 
 /// Runs the command.
 pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
@@ -52,35 +48,5 @@ async fn serve(fleet: &mut Fleet, pair: &PairArgs) -> anyhow::Result<()> {
         "  try      eyrie generate --endpoint {} --prompt 'def main():'   (Ctrl-C ends)",
         fleet.gateway
     )));
-    loop {
-        tokio::time::sleep(WATCH).await;
-        let Some(exited) = fleet.try_exited()? else { continue };
-        if pair.restart {
-            style::warning(&format!("{}; starting it again", exited.line()));
-            fleet.restart(exited.role).await?;
-            settle(fleet).await?;
-        } else if exited.role == Role::Draft {
-            style::warning(&format!("{}; serving goes on without a draft", exited.line()));
-            fleet.forget(Role::Draft);
-        } else {
-            anyhow::bail!("{}; use --restart to have it started again", exited.line());
-        }
-    }
-}
-
-/// Waits until a restarted fleet serves again; a service that dies meanwhile is started again too.
-async fn settle(fleet: &mut Fleet) -> anyhow::Result<()> {
-    loop {
-        match fleet.wait_ready().await {
-            Ok(_) => {
-                style::note(&format!("{} serving again", Style::stderr().good("ready")));
-                return Ok(());
-            }
-            Err(e) => {
-                let Some(exited) = fleet.try_exited()? else { return Err(e) };
-                style::warning(&format!("{}; starting it again", exited.line()));
-                fleet.restart(exited.role).await?;
-            }
-        }
-    }
+    Err(fleet.supervise(pair.restart).await)
 }
