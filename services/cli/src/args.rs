@@ -93,9 +93,9 @@ const DEMO_PROMPT: &str =
 pub(crate) struct UpArgs {
     #[command(flatten)]
     pub(crate) pair: PairArgs,
-    /// Where the gateway serves clients
-    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7700", value_parser = parse_address)]
-    pub(crate) listen: Address,
+    /// Where the gateway serves clients [default: 127.0.0.1:7700, or a free port if that one is taken]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
+    pub(crate) listen: Option<Address>,
     /// Connect the services over TCP on loopback instead of unix sockets
     #[arg(long)]
     pub(crate) tcp: bool,

@@ -3,6 +3,8 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context;
+use eyrie_kernels::Isa;
 use eyrie_service::{Drain, LogFormat, init_telemetry};
 use tokio::io::AsyncReadExt;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -23,6 +25,7 @@ pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
         threads: args.threads.map(|n| n as usize),
         aux_cache_bytes: args.aux_cache_bytes,
         capture: args.aux_layers,
+        isa: Some(Isa::from_env().context("EYRIE_ISA")?),
         ..defaults
     };
     eyrie_target::run(options, drain, |_| {}).await?;
@@ -37,6 +40,7 @@ pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
         cache_tokens: args.cache_tokens,
         threads: args.threads.map_or(defaults.threads, |n| n as usize),
         aux_convention: args.aux_convention.map(Into::into),
+        isa: Isa::from_env().context("EYRIE_ISA")?,
         ..defaults
     };
     eyrie_draft::run(options, drain, |_| {}).await?;

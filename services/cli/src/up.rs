@@ -2,16 +2,21 @@
 
 use std::process::ExitCode;
 
+use eyrie_wire::Address;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::{PairArgs, UpArgs};
 use crate::fleet::{Fleet, Links, Role};
 use crate::style::{self, Style};
 
+/// Where clients look first.
+const DEFAULT_PORT: u16 = 7700;
+
 /// Runs the command.
 pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
     let links = if args.tcp { Links::Tcp } else { Links::Unix };
-    let mut fleet = Fleet::start(&args.pair, &args.listen, links).await?;
+    let listen = args.listen.map_or_else(default_listen, Ok)?;
+    let mut fleet = Fleet::start(&args.pair, &listen, links).await?;
     let mut interrupted = signal(SignalKind::interrupt())?;
     let mut terminated = signal(SignalKind::terminate())?;
     let served = tokio::select! {
@@ -24,6 +29,13 @@ pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
     }
     fleet.stop().await;
     served.map(|()| ExitCode::SUCCESS)
+}
+
+/// The well-known port, or any free one beside another fleet.
+fn default_listen() -> anyhow::Result<Address> {
+    let free = std::net::TcpListener::bind(("127.0.0.1", DEFAULT_PORT)).is_ok();
+    let port = if free { DEFAULT_PORT } else { 0 };
+    Ok(format!("127.0.0.1:{port}").parse()?)
 }
 
 async fn serve(fleet: &mut Fleet, pair: &PairArgs) -> anyhow::Result<()> {
