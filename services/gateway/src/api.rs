@@ -77,9 +77,15 @@ impl Api {
             request_id: self.gateway.mint_id(),
             seed: random().map_err(|e| refuse(Reason::Internal, format!("no random numbers: {e}")))?,
             max_prompt_bytes: self.gateway.options.max_prompt_bytes,
-            draft_limit: self.draft_limit(),
+            draft_limit: self.gateway.draft_limit(),
         };
-        let (admitted, output) = prepare(request.into_inner(), Arc::clone(&served), defaults).await?;
+        let prepared = prepare(request.into_inner(), Arc::clone(&served), defaults);
+        let (admitted, output) = match deadline {
+            Some(deadline) => tokio::time::timeout_at(deadline, prepared).await.unwrap_or_else(|_| {
+                Err(refuse(Reason::Deadline, "the deadline passed before the prompt was encoded"))
+            })?,
+            None => prepared.await?,
+        };
         let (chunks, unread) = mpsc::channel(UNREAD_CHUNKS);
         let (end, ended) = oneshot::channel();
         let fingerprint = served.card.fingerprint.clone();
@@ -91,12 +97,6 @@ impl Api {
         Ok(Reply::new(unread, ended))
     }
 
-    /// Longest proposal of the connected draft.
-    fn draft_limit(&self) -> Option<u32> {
-        let state = self.gateway.draft.as_ref()?.state();
-        state.up().map(|draft| draft.card.max_draft_tokens).filter(|&limit| limit > 0)
-    }
-
     fn model(&self, served: &Served) -> Model {
         let card = &served.card;
         let rows = card.max_verify_rows.clamp(1, MAX_VERIFY_ROWS as u32);
@@ -106,7 +106,7 @@ impl Api {
             fingerprint: card.fingerprint.clone(),
             vocab_size: card.vocab_size,
             context_length: card.context_length,
-            max_draft_tokens: self.draft_limit().unwrap_or(rows - 1).min(rows - 1),
+            max_draft_tokens: self.gateway.draft_limit().unwrap_or(rows - 1).min(rows - 1),
             eos_ids: card.eos_ids.clone(),
             ..Default::default()
         };

@@ -13,7 +13,7 @@ use tonic::service::Routes;
 
 use crate::GatewayOptions;
 use crate::api::Api;
-use crate::link::{DraftPeer, Link, State, TargetPeer, TargetReady};
+use crate::link::{DraftPeer, Link, State, TargetPeer, TargetReady, target_steps};
 use crate::stats::Stats;
 
 const SERVICE: &str = "eyrie.v1.Generation";
@@ -80,6 +80,22 @@ impl Gateway {
         format!("{:08x}-{n}", self.boot_id as u32)
     }
 
+    /// Longest proposal of the connected draft.
+    pub(crate) fn draft_limit(&self) -> Option<u32> {
+        let state = self.draft.as_ref()?.state();
+        state.up().map(|draft| draft.card.max_draft_tokens).filter(|&limit| limit > 0)
+    }
+
+    /// Tokens drafted a round when the request does not say: no more than the draft takes.
+    pub(crate) fn default_k(&self) -> u32 {
+        self.options.default_k.min(self.draft_limit().unwrap_or(u32::MAX))
+    }
+
+    /// Steps that the target has computed since its boot, asked beside the round stream.
+    pub(crate) async fn target_steps(&self) -> Result<u64, Status> {
+        target_steps(&self.options.target).await
+    }
+
     /// The target once it is up, waiting until `until`.
     ///
     /// # Errors
@@ -93,7 +109,7 @@ impl Gateway {
         }
         let why = match self.target.state() {
             State::Down(why) => why,
-            State::Suspect(_) | State::Up(_) => "it does not answer".into(),
+            State::Suspect(_) | State::Up(_) => "it is connected but computes nothing".into(),
         };
         let line = format!("the target at {} is not available: {why}", self.options.target);
         Err(refuse(Reason::Unreachable, line))

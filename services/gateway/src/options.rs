@@ -18,6 +18,9 @@ pub struct GatewayOptions {
     pub draft_deadline: Duration,
     /// How long a request waits for a target that is away, at admission or in the middle.
     pub target_timeout: Duration,
+    /// How long the target may compute nothing while a request waits for it. A request that has waited
+    /// this long looks once; if nothing was computed by the next look, it gives that target up.
+    pub stall_limit: Duration,
     /// Tokens drafted a round when the request does not say.
     pub default_k: u32,
     /// Requests that run at once; one more is refused with RESOURCE_EXHAUSTED.
@@ -32,7 +35,7 @@ impl GatewayOptions {
     /// Shortest wait for a proposal of a request that fixes its own draft.
     pub const EXACT_DEADLINE: Duration = Duration::from_secs(1);
 
-    /// The defaults: 250 ms for a draft, 10 s for a target, 3 tokens a round, 1,024 streams.
+    /// The defaults: 250 ms for a draft, 10 s for a target, 20 s for a stalled one, 3 tokens a round, 1,024 streams.
     #[must_use]
     pub fn new(listen: Address, target: Address, draft: Option<Address>) -> Self {
         Self {
@@ -41,6 +44,7 @@ impl GatewayOptions {
             draft,
             draft_deadline: Duration::from_millis(250),
             target_timeout: Duration::from_secs(10),
+            stall_limit: Duration::from_secs(20),
             default_k: 3,
             max_streams: 1024,
             max_prompt_bytes: 8 << 20,

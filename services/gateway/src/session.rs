@@ -2,6 +2,7 @@
 //! Everything a session holds is freed by dropping it, so it may be dropped at any await.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use eyrie_speculation::Proposal;
 use eyrie_wire::v1::draft_item::Op as DraftOp;
@@ -10,7 +11,7 @@ use eyrie_wire::v1::target_out::Body;
 use eyrie_wire::v1::{FetchFeatures, GenerateChunk, ItemError, Open, Started};
 use eyrie_wire::{Reason, refuse, status_of};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tonic::Status;
 
 use crate::draft_side::Heard;
@@ -24,12 +25,17 @@ use crate::validate::Admitted;
 
 /// Times in a row that a sequence is opened again without a single new token.
 const MAX_FRUITLESS: u32 = 5;
+/// Pauses between attempts to open a sequence at a target that takes none just now.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Why a sequence at the target ended before the request did.
 #[derive(Debug)]
 enum Halt {
     /// The sequence is lost but the request can go on with another one.
     Lost(String),
+    /// The target takes no sequences now; it may in a moment.
+    Refused(Status),
     /// The request ends with this.
     Fatal(Status),
     /// Nobody reads the reply any more.
@@ -93,7 +99,7 @@ impl Session {
             done = self.drive() => match done {
                 Ok(()) => End::Done(Ok(())),
                 Err(Halt::ClientGone) => End::ClientGone,
-                Err(Halt::Fatal(status)) => End::Done(Err(status)),
+                Err(Halt::Fatal(status) | Halt::Refused(status)) => End::Done(Err(status)),
                 Err(Halt::Lost(why)) => End::Done(Err(refuse(Reason::Unreachable, why))),
             },
             () = client.closed() => End::ClientGone,
@@ -164,20 +170,43 @@ impl Session {
 
     /// One sequence at the target, until the request or the sequence ends.
     async fn live(&mut self) -> Result<(), Halt> {
-        let (ready, target) = self.target().await?;
-        let card = &ready.served.card;
-        let rounds = Rounds::opening(self.tokens.clone(), card.vocab_size);
-        let mut seq = Sequence { rounds, context: card.context_length, target, draft: None };
-        self.open(&mut seq, !card.aux_layers.is_empty()).await?;
+        let mut seq = self.opened().await?;
         while self.output.ended().is_none() {
             self.round(&mut seq).await?;
         }
         Ok(())
     }
 
-    /// A registered sequence at a target that is up and serves the model of this request.
-    async fn target(&self) -> Result<(TargetReady, Route<TargetPeer>), Halt> {
+    /// A sequence with its first token. A target that takes none just now is a target that is away.
+    async fn opened(&mut self) -> Result<Sequence, Halt> {
         let until = Instant::now() + self.gateway.options.target_timeout;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let (ready, target) = self.target(until).await?;
+            let card = &ready.served.card;
+            let rounds = Rounds::opening(self.tokens.clone(), card.vocab_size);
+            let mut seq = Sequence { rounds, context: card.context_length, target, draft: None };
+            match self.open(&mut seq, !card.aux_layers.is_empty()).await {
+                Ok(()) => return Ok(seq),
+                Err(Halt::Refused(status)) if self.waits_out(&status) && Instant::now() + pause < until => {
+                    let id = &self.request.request_id;
+                    tracing::info!(id, "the target takes no sequence now: {}", status.message());
+                }
+                Err(halt) => return Err(halt),
+            }
+            drop(seq);
+            sleep(pause).await;
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+    }
+
+    /// A busy target sheds new requests, but must not lose one that it or its predecessor has begun.
+    fn waits_out(&self, refusal: &Status) -> bool {
+        refusal.code() != Reason::Busy.code() || self.generated() > 0
+    }
+
+    /// A registered sequence at a target that is up and serves the model of this request.
+    async fn target(&self, until: Instant) -> Result<(TargetReady, Route<TargetPeer>), Halt> {
         loop {
             let ready = self.gateway.target_up(until).await.map_err(Halt::Fatal)?;
             let fingerprint = &ready.served.card.fingerprint;
@@ -197,17 +226,16 @@ impl Session {
     }
 
     async fn open(&mut self, seq: &mut Sequence, captured: bool) -> Result<(), Halt> {
-        let generated = (self.tokens.len() - self.request.prompt.len()) as u32;
         let open = Open {
             tokens: self.tokens.clone(),
-            generated,
+            generated: self.generated(),
             sampling: Some(self.request.sampling),
             limits: Some(self.request.limits.clone()),
             features: captured && self.request.plan.speculates() && self.gateway.draft.is_some(),
         };
         seq.ask_target(Op::Open(open)).await?;
         let commit = loop {
-            if let Some(commit) = seq.hear_target().await? {
+            if let Some(commit) = self.hear(seq).await? {
                 break commit;
             }
             self.ingest(seq);
@@ -233,11 +261,10 @@ impl Session {
     /// One round, or one credit of plain rounds.
     async fn round(&mut self, seq: &mut Sequence) -> Result<(), Halt> {
         seq.catch_up()?;
-        let generated = (self.tokens.len() - self.request.prompt.len()) as u32;
-        let remaining = self.request.limits.max_tokens.saturating_sub(generated);
+        let remaining = self.request.limits.max_tokens.saturating_sub(self.generated());
         let at = seq.rounds.standing(remaining, seq.context);
         let plan = self.plan();
-        let ask = policy::ask(plan, at, self.gateway.options.default_k);
+        let ask = policy::ask(plan, at, self.gateway.default_k());
         let proposal = match ask {
             Some(ask) => self.proposal(seq, ask).await?.unwrap_or_default(),
             None => Proposal::empty(),
@@ -248,7 +275,7 @@ impl Session {
         let verify = seq.rounds.verify(proposal, steps);
         seq.ask_target(Op::Verify(verify)).await?;
         loop {
-            let Some(commit) = seq.hear_target().await? else { continue };
+            let Some(commit) = self.hear(seq).await? else { continue };
             let last = commit.last;
             if without {
                 self.output.went_without_draft();
@@ -262,6 +289,30 @@ impl Session {
                 return Ok(());
             }
         }
+    }
+
+    /// The target's next reply, of which one is due; `None` if it was no commit. A target that computes
+    /// nothing meanwhile is lost: its transport answers, its engine does not.
+    async fn hear(&self, seq: &mut Sequence) -> Result<Option<Commit>, Halt> {
+        let limit = self.gateway.options.stall_limit;
+        let mut steps = None;
+        loop {
+            if let Ok(heard) = timeout(limit, seq.hear_target()).await {
+                return heard;
+            }
+            let why = match self.gateway.target_steps().await {
+                Ok(now) if steps.replace(now) != Some(now) => continue,
+                Ok(_) => format!("the target computed nothing for {limit:?} while a reply was due"),
+                Err(status) => status.message().to_owned(),
+            };
+            self.gateway.target.suspect();
+            return Err(Halt::Lost(why));
+        }
+    }
+
+    /// Tokens generated so far, held-back ones included.
+    fn generated(&self) -> u32 {
+        (self.tokens.len() - self.request.prompt.len()) as u32
     }
 
     /// The request's plan, or plain decoding where no draft is configured at all.
@@ -407,11 +458,17 @@ impl Sequence {
     }
 }
 
-/// An error about where the sequence stands is mended by opening it again; any other is the client's.
+/// An error about where the sequence stands is mended by opening it again, one about the target's own state
+/// by time; any other is the client's.
 fn halt(error: &ItemError) -> Halt {
     let lost = [Reason::BaseLen, Reason::UnknownSeq, Reason::DuplicateSeq, Reason::StaleEpoch];
-    match lost.iter().any(|reason| reason.as_str() == error.reason) {
-        true => Halt::Lost(error.message.clone()),
-        false => Halt::Fatal(status_of(error)),
+    let passing = [Reason::Busy, Reason::Loading, Reason::Draining, Reason::Unreachable];
+    let is_one_of = |reasons: &[Reason]| reasons.iter().any(|reason| reason.as_str() == error.reason);
+    if is_one_of(&lost) {
+        Halt::Lost(error.message.clone())
+    } else if is_one_of(&passing) {
+        Halt::Refused(status_of(error))
+    } else {
+        Halt::Fatal(status_of(error))
     }
 }

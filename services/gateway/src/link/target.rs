@@ -5,7 +5,8 @@ use std::sync::Arc;
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::target_item::Op;
 use eyrie_wire::v1::{
-    Close, DescribeRequest, LoadState, ModelCard, TargetFrame, TargetItem, TargetOut, TargetReply,
+    Close, DescribeRequest, LoadRequest, LoadState, ModelCard, TargetFrame, TargetItem, TargetOut,
+    TargetReply,
 };
 use eyrie_wire::{Address, MAX_MESSAGE, Reason, refuse};
 use parking_lot::Mutex;
@@ -48,6 +49,14 @@ impl TargetPeer {
         *self.last.lock() = Some(Arc::clone(&served));
         Ok(served)
     }
+}
+
+/// Steps computed since the boot of the target at `address`, over a connection of its own: a stream that is
+/// stuck says nothing about its peer.
+pub(crate) async fn target_steps(address: &Address) -> Result<u64, Status> {
+    let mut client = TargetClient::new(eyrie_wire::connect(address).await?);
+    let load = in_time("ask for the target's load", client.load(LoadRequest {})).await?;
+    Ok(load.into_inner().steps)
 }
 
 impl Peer for TargetPeer {

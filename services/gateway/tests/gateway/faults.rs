@@ -253,6 +253,79 @@ async fn a_target_that_stays_away_is_one_clear_status() {
 }
 
 #[tokio::test]
+async fn a_target_whose_engine_hangs_is_one_clear_status_until_it_moves() {
+    let (world, target, _draft) = world_with(|o| {
+        o.stall_limit = Duration::from_millis(50);
+        o.target_timeout = Duration::from_millis(150);
+    })
+    .await;
+    target.hold();
+    target.allow(3);
+    let mut stream = world.stream(auto(60)).await;
+    read(&mut stream, 5).await;
+    target.wedge(true);
+    let status = loop {
+        match within(stream.next()).await.unwrap() {
+            Ok(_) => {}
+            Err(status) => break status,
+        }
+    };
+    assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::Unavailable, Some("UNREACHABLE")));
+    assert!(status.message().contains("computes nothing"), "{}", status.message());
+    target.wedge(false);
+    target.allow(1000);
+    let again = within(async {
+        loop {
+            if let Ok(reply) = world.generate(auto(30)).await {
+                return reply;
+            }
+        }
+    });
+    assert_eq!(again.await.token_ids, plain(&PROMPT, 5, 30));
+}
+
+#[tokio::test]
+async fn a_target_that_works_for_others_is_waited_for() {
+    let (world, target, _draft) = world_with(|o| o.stall_limit = Duration::from_millis(20)).await;
+    target.hold();
+    target.compute_for_others();
+    let mut stream = world.stream(auto(60)).await;
+    target.events().wait(4, |s| *s == Seen::Load).await;
+    target.allow(1000);
+    assert_eq!(read(&mut stream, 60).await, plain(&PROMPT, 5, 60));
+    assert_eq!(target.events().count(|s| matches!(s, Seen::Open { .. })), 1);
+}
+
+#[tokio::test]
+async fn a_running_request_waits_out_a_target_that_takes_none_now() {
+    for reason in [Reason::Busy, Reason::Loading, Reason::Draining] {
+        let (world, target, _draft) = world().await;
+        target.hold();
+        target.allow(3);
+        let mut stream = world.stream(auto(60)).await;
+        let mut tokens = read(&mut stream, 5).await;
+        target.refuse_open(reason, "not now");
+        target.break_streams();
+        target.allow(1000);
+        let rest = drained(stream).await;
+        tokens.extend(rest.iter().flat_map(|c| c.token_ids.clone()));
+        assert_eq!(tokens, plain(&PROMPT, 5, 60), "{reason:?}");
+        assert_eq!(target.events().count(|s| matches!(s, Seen::Open { .. })), 3, "{reason:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_that_does_not_pass_ends_the_request_with_its_reason() {
+    let (world, target, _draft) = world_with(|o| o.target_timeout = Duration::from_millis(40)).await;
+    for (reason, code) in [(Reason::Busy, Code::ResourceExhausted), (Reason::Draining, Code::Unavailable)] {
+        target.refuse_open(reason, "not now");
+        let status = within(world.generate(auto(30))).await.unwrap_err();
+        assert_eq!((status.code(), reason_of(&status).as_deref()), (code, Some(reason.as_str())));
+        assert_eq!(status.message(), "not now");
+    }
+}
+
+#[tokio::test]
 async fn a_target_that_contradicts_itself_ends_only_that_request() {
     let (world, target, _draft) = world().await;
     target.lie_in_round(2);

@@ -1,6 +1,6 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use eyrie_service::Drain;
 use eyrie_speculation::{Finish, Proposal, StopRules, verify};
@@ -27,6 +27,7 @@ pub(crate) enum Seen {
     Step { seq: u64 },
     Fetch { seq: u64, from: u32 },
     Close { seq: u64 },
+    Load,
 }
 
 #[derive(Debug)]
@@ -36,6 +37,11 @@ struct Inner {
     /// One permit for every step; plenty unless a test takes them away.
     gate: Semaphore,
     kick: watch::Sender<u32>,
+    /// The engine is stuck: streams open, and nothing else happens.
+    wedged: watch::Sender<bool>,
+    /// What Load tells, and by how much it grows from call to call.
+    steps: AtomicU64,
+    pace: AtomicU64,
     refuse_open: Mutex<Option<(Reason, &'static str)>>,
     /// Break the protocol in this round.
     lie_in_round: AtomicU32,
@@ -55,6 +61,9 @@ impl FakeTarget {
             events: Events::default(),
             gate: Semaphore::new(1 << 20),
             kick: watch::channel(0).0,
+            wedged: watch::channel(false).0,
+            steps: AtomicU64::new(0),
+            pace: AtomicU64::new(0),
             refuse_open: Mutex::default(),
             lie_in_round: AtomicU32::new(u32::MAX),
             fingerprint: Mutex::new("f00d".to_owned()),
@@ -88,6 +97,16 @@ impl FakeTarget {
 
     pub(crate) fn allow(&self, steps: usize) {
         self.inner.gate.add_permits(steps);
+    }
+
+    /// Whether the engine is stuck, while the transport and the unary calls still answer.
+    pub(crate) fn wedge(&self, wedged: bool) {
+        self.inner.wedged.send_replace(wedged);
+    }
+
+    /// From now on the target says that it computes something, though nobody hears of it.
+    pub(crate) fn compute_for_others(&self) {
+        self.inner.pace.store(1, Ordering::SeqCst);
     }
 
     pub(crate) fn refuse_open(&self, reason: Reason, message: &'static str) {
@@ -331,13 +350,18 @@ impl Target for Service {
         kicked.mark_unchanged();
         Drain::new().spawn(async move {
             let mut engine = Engine::default();
+            let mut wedged = inner.wedged.subscribe();
+            let mut greeted = false;
             loop {
+                let stuck = greeted && *wedged.borrow_and_update();
                 let outs = tokio::select! {
                     biased;
                     _ = kicked.changed() => break,
-                    frame = frames.message() => {
+                    _ = wedged.changed() => continue,
+                    frame = frames.message(), if !stuck => {
                         let Ok(Some(frame)) = frame else { break };
                         if let Some(hello) = frame.hello {
+                            greeted = true;
                             inner.events.push(Seen::Stream { boot_id: hello.boot_id });
                             let hello = Some(Hello { epoch: inner.epoch, ..hello });
                             let _ = replies.send(Ok(TargetReply { hello, outs: vec![] })).await;
@@ -348,7 +372,7 @@ impl Target for Service {
                         };
                         frame.items.into_iter().filter_map(answer).collect()
                     }
-                    permit = inner.gate.acquire(), if !engine.work.is_empty() => {
+                    permit = inner.gate.acquire(), if !stuck && !engine.work.is_empty() => {
                         permit.unwrap().forget();
                         engine.step(&inner)
                     }
@@ -385,7 +409,10 @@ impl Target for Service {
     }
 
     async fn load(&self, _: Request<LoadRequest>) -> Result<Response<LoadReport>, Status> {
-        Ok(Response::new(LoadReport::default()))
+        let pace = self.0.pace.load(Ordering::SeqCst);
+        let steps = self.0.steps.fetch_add(pace, Ordering::SeqCst);
+        self.0.events.push(Seen::Load);
+        Ok(Response::new(LoadReport { steps, ..Default::default() }))
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
