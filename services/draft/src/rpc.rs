@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use eyrie_service::Drain;
 use eyrie_wire::v1::{self, draft_server::Draft};
@@ -17,6 +18,8 @@ use crate::state::{Lease, LeaseState};
 
 /// Replies that wait for the network. A gateway that lags this far behind has stopped reading.
 const OUTGOING: usize = 256;
+/// How long a new stream may take to say hello.
+const HELLO_LIMIT: Duration = Duration::from_secs(10);
 
 /// The handlers of service `eyrie.v1.Draft`.
 #[derive(Debug)]
@@ -92,9 +95,12 @@ impl Draft for DraftService {
         request: Request<Streaming<v1::DraftFrame>>,
     ) -> Result<Response<Outgoing>, Status> {
         let mut frames = request.into_inner();
-        let first = frames
-            .message()
-            .await?
+        let first = tokio::time::timeout(HELLO_LIMIT, frames.message())
+            .await
+            .map_err(|_| {
+                let limit = HELLO_LIMIT.as_secs();
+                refuse(Reason::Deadline, format!("the first frame must come within {limit} s"))
+            })??
             .ok_or_else(|| refuse(Reason::InvalidArgument, "the stream ended before its first frame"))?;
         let (lease, hello) = self.admit(first.hello)?;
         let (sender, receiver) = mpsc::channel(OUTGOING);

@@ -86,7 +86,8 @@ impl Engine {
             return Err(item_error(Reason::Busy, message));
         }
         let request = self.limits.request(open)?;
-        self.sequences.insert(key, Sequence::new(request, stream));
+        self.sequences.insert(key, Sequence::new(request, stream, self.arrivals));
+        self.arrivals += 1;
         self.waiting.push_back(key);
         Ok(Vec::new())
     }

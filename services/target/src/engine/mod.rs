@@ -65,6 +65,8 @@ pub(crate) struct Engine {
     features: Option<Features>,
     sequences: BTreeMap<Key, Sequence>,
     waiting: VecDeque<Key>,
+    /// Sequences opened so far.
+    arrivals: u64,
     streams: Streams,
     sampler: Sampler,
     limits: Limits,

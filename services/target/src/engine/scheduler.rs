@@ -24,7 +24,7 @@ pub(crate) enum Rows {
 const PROMPT_SHARE: usize = 4;
 
 /// Plans a step over those of `sequences` that `may_run`. Rounds never wait for prompts; prompts share what
-/// `budget` leaves, oldest sequence number first.
+/// `budget` leaves, first come first served: no gateway's prompts pass another's for ever.
 pub(crate) fn plan(
     sequences: &BTreeMap<Key, Sequence>,
     budget: usize,
@@ -43,6 +43,7 @@ pub(crate) fn plan(
             Work::Prefill | Work::Idle | Work::Finished => {}
         }
     }
+    prompts.sort_by_key(|(_, sequence)| sequence.arrival);
     let mut left = budget.saturating_sub(round_rows).max(budget.div_ceil(PROMPT_SHARE));
     for (key, sequence) in prompts {
         let tokens = sequence.prompt_left().min(left);
@@ -76,7 +77,7 @@ mod tests {
                 features: false,
                 need: len + 9,
             };
-            let mut sequence = Sequence::new(request, StreamId(i as u64));
+            let mut sequence = Sequence::new(request, StreamId(i as u64), i as u64);
             pages.reserve(&mut sequence.table, sequence.need).unwrap();
             (Key { boot: 1, seq: i as u64 }, sequence)
         };
@@ -100,6 +101,13 @@ mod tests {
         let pieces = plan(&sequences, 32, |_| true);
         let prompt = |tokens, last| Rows::Prompt { tokens, last };
         assert_eq!(shape(&pieces), [(0, Rows::Round), (1, prompt(10, true)), (2, prompt(14, false))]);
+    }
+
+    #[test]
+    fn prompts_are_taken_in_the_order_of_their_arrival() {
+        let mut sequences = sequences(&[30, 30]);
+        sequences.values_mut().next().unwrap().arrival = 7;
+        assert_eq!(shape(&plan(&sequences, 16, |_| true)), [(1, Rows::Prompt { tokens: 16, last: false })]);
     }
 
     #[test]

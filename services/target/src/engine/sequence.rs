@@ -87,6 +87,8 @@ pub(crate) struct Sequence {
     pub(crate) sampling: SamplingParams,
     /// Where replies go: the stream that spoke of the sequence last.
     pub(crate) route: StreamId,
+    /// Its place among all that were opened: prompts are computed in this order.
+    pub(crate) arrival: u64,
     /// Set while its stream is gone: when it is freed.
     pub(crate) expires: Option<Instant>,
     rules: StopRules,
@@ -98,7 +100,7 @@ pub(crate) struct Sequence {
 
 impl Sequence {
     /// A sequence that has computed nothing and holds no pages.
-    pub(crate) fn new(request: Request, route: StreamId) -> Self {
+    pub(crate) fn new(request: Request, route: StreamId, arrival: u64) -> Self {
         Self {
             prompt_len: request.tokens.len(),
             tokens: request.tokens,
@@ -109,6 +111,7 @@ impl Sequence {
             features: request.features,
             sampling: request.sampling,
             route,
+            arrival,
             expires: None,
             rules: request.rules,
             generated: request.generated,
@@ -141,9 +144,11 @@ impl Sequence {
         self.tokens.get(self.kv_len as usize).copied().filter(|_| self.prompt_left() == 0)
     }
 
-    /// Whether it was opened with `tokens` and has not gone on since, so that a repeated Open is no error.
+    /// Whether it was opened with `tokens` and has not gone on since, so that a repeated Open is no error: it was
+    /// answered, or the prefill that still runs will answer it.
     pub(crate) fn is_reopened_by(&self, tokens: &[u32]) -> bool {
-        self.answered.first.0 == 0 && self.tokens.get(..self.prompt_len) == Some(tokens)
+        let is_answerable = self.work == Work::Prefill || self.opened().is_some();
+        is_answerable && self.tokens.get(..self.prompt_len) == Some(tokens)
     }
 
     /// The reply to Open, once given and while no round followed.
@@ -276,7 +281,7 @@ mod tests {
             features: false,
             need: 100,
         };
-        let mut sequence = Sequence::new(request, StreamId(1));
+        let mut sequence = Sequence::new(request, StreamId(1), 0);
         assert_eq!((sequence.prompt_left(), sequence.root()), (3, None));
         sequence.kv_len = 3;
         let reply = sequence.first_token(10);
@@ -351,5 +356,6 @@ mod tests {
         s.begin_round(10, Proposal::chain(vec![11]).unwrap(), 0);
         s.abandon();
         assert_eq!(s.turn(1, 3), Turn::Next);
+        assert!(!s.is_reopened_by(&[5, 6, 7]), "nothing would answer it");
     }
 }

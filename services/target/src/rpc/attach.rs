@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-use super::Service;
+use super::{HELLO_LIMIT, Service, hello};
 use crate::state::State;
 
 /// Longest holder name kept, in bytes.
@@ -65,7 +65,8 @@ impl Service {
     }
 
     async fn grant(&self, frames: &mut Streaming<LeaseFrame>) -> Result<(LeaseGrant, Held), Status> {
-        let first = frames.message().await?;
+        let first = tokio::time::timeout(HELLO_LIMIT, frames.message()).await;
+        let first = first.map_err(|_| hello::late())??;
         let first = first.ok_or_else(|| refuse(Reason::InvalidArgument, "a lease frame must come first"))?;
         if first.protocol_version != PROTOCOL_VERSION {
             let given = first.protocol_version;

@@ -4,6 +4,7 @@ use eyrie_wire::v1::Hello;
 use eyrie_wire::{PROTOCOL_VERSION, Reason, refuse};
 use tonic::Status;
 
+use super::HELLO_LIMIT;
 use crate::state::State;
 
 /// Checks a Hello; returns the boot id it speaks for.
@@ -31,6 +32,12 @@ pub(super) fn check(state: &State, hello: Option<&Hello>) -> Result<u64, Status>
         return Err(refuse(Reason::StaleEpoch, message));
     }
     Ok(hello.boot_id)
+}
+
+/// What ends a stream whose first frame does not come.
+pub(super) fn late() -> Status {
+    let limit = HELLO_LIMIT.as_secs();
+    refuse(Reason::Deadline, format!("the first frame must come within {limit} s"))
 }
 
 /// The Hello that answers one of `boot_id`.

@@ -27,6 +27,8 @@ use crate::state::State;
 
 /// Rounds streams and unary rounds at the same time: one a gateway is usual.
 const MAX_STREAMS: usize = 256;
+/// How long a new stream may take to say its first word.
+const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of one FileChunk.
 const FILE_CHUNK: usize = 1 << 20;
 

@@ -12,7 +12,7 @@ use tokio_stream::Stream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{Status, Streaming};
 
-use super::{Service, hello};
+use super::{HELLO_LIMIT, Service, hello};
 use crate::engine::{Command, Ending, Life, Replies, StreamId};
 
 /// Reply frames that may wait for a slow gateway.
@@ -20,8 +20,6 @@ const REPLY_FRAMES: usize = 64;
 /// How long a gateway may leave its replies unread before its stream is dropped.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 const STALL_CHECK: Duration = Duration::from_secs(1);
-/// How long a new stream may take to say hello.
-const HELLO_LIMIT: Duration = Duration::from_secs(10);
 
 impl Service {
     /// Answers `frames` until either side ends the stream, which gives back its `room`.
@@ -82,10 +80,7 @@ impl Service {
         replies: &mut Option<Replies>,
     ) -> Result<Vec<TargetItem>, Status> {
         let first = tokio::time::timeout(HELLO_LIMIT, frames.message()).await;
-        let first = first.map_err(|_| {
-            let limit = HELLO_LIMIT.as_secs();
-            refuse(Reason::Deadline, format!("the first frame must come within {limit} s"))
-        })??;
+        let first = first.map_err(|_| hello::late())??;
         let first = first.unwrap_or_default();
         let boot = hello::check(&self.state, first.hello.as_ref())?;
         if let Some(replies) = replies.take() {
