@@ -89,3 +89,36 @@ async fn killed_target_costs_a_running_request_nothing_but_time() {
     assert_eq!(outcome.await.unwrap().ids, whole.ids);
     assert!(!pending, "the target was killed on the way");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fleet_that_ends_lets_running_requests_end() {
+    let fleet = Fleet::start(EYRIE, &[]);
+    let mut client = client(&fleet.ready().grpc).await;
+    let asked = ask(&goldens()[7].prompt_ids, 800).chain(3);
+    let whole = asked.run(&mut client).await.unwrap();
+    let stream = client.generate_stream(asked.0).await.unwrap().into_inner();
+    let mut pending = true;
+    let outcome = eyrie_tests::collect(stream, |so_far| {
+        if pending && so_far.ids.len() > 50 {
+            pending = false;
+            signal(fleet.pid(), Signal::TERM);
+        }
+    });
+    assert_eq!(outcome.await.unwrap().ids, whole.ids);
+    assert!(!pending, "it was ended on the way");
+    assert_eq!(fleet.stop(), Some(0));
+}
+
+#[test]
+fn a_supervised_service_ends_when_it_is_told_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = format!("unix:{}/gateway.sock", folder.path().display());
+    let args = ["gateway", "--listen", &socket, "--target", "unix:/none.sock", "--with-parent"];
+    let mut service = Service::start_supervised(EYRIE, &args, folder.path());
+    while !folder.path().join("gateway.sock").exists() {
+        std::thread::yield_now();
+    }
+    // Its supervisor is still there and holds its standard input.
+    signal(service.pid(), Signal::TERM);
+    assert_eq!(service.wait(), Some(0), "{}", service.log());
+}

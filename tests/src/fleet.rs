@@ -77,6 +77,11 @@ impl Fleet {
         Some(serde_json::from_str(&text).unwrap_or_else(|e| panic!("ready file {text}: {e}")))
     }
 
+    /// Process id of `eyrie up`.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// What `eyrie up` said.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
@@ -123,10 +128,19 @@ pub struct Service {
 impl Service {
     /// Starts `eyrie ARGS`; the log goes to `directory`.
     pub fn start(eyrie: &str, args: &[&str], directory: &Path) -> Self {
+        Self::start_with(eyrie, args, directory, Stdio::null())
+    }
+
+    /// The same with a standard input that stays open, as a supervisor holds it.
+    pub fn start_supervised(eyrie: &str, args: &[&str], directory: &Path) -> Self {
+        Self::start_with(eyrie, args, directory, Stdio::piped())
+    }
+
+    fn start_with(eyrie: &str, args: &[&str], directory: &Path, stdin: Stdio) -> Self {
         let log = directory.join(format!("{}-{}.log", args.first().unwrap_or(&"eyrie"), std::process::id()));
         let child = Command::new(eyrie)
             .args(args)
-            .stdin(Stdio::null())
+            .stdin(stdin)
             .stdout(Stdio::null())
             .stderr(std::fs::File::create(&log).expect("a log file"))
             .spawn()

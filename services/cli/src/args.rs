@@ -106,10 +106,10 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) pair: PairArgs,
     /// Tokens to generate for each prompt
-    #[arg(long, default_value_t = 96)]
+    #[arg(long, default_value_t = 96, value_parser = clap::value_parser!(u32).range(2..))]
     pub(crate) max_tokens: u32,
     /// Passes over all settings; the median of each is reported
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) repeats: u32,
     /// Print one JSON object instead of a table
     #[arg(long)]

@@ -20,8 +20,9 @@ pub(crate) async fn generate(args: GenerateArgs) -> anyhow::Result<ExitCode> {
     let mut client = client::connect(&args.endpoint).await?;
     let request = request(args)?;
     let mut printer = Printer::new(!json);
-    let done = client::run(&mut client, request, |chunk| printer.chunk(chunk)).await?;
+    let outcome = client::run(&mut client, request, |chunk| printer.chunk(chunk)).await;
     printer.end()?;
+    let done = outcome?;
     if json {
         let mut out = std::io::stdout().lock();
         serde_json::to_writer(&mut out, &to_json(&done))?;

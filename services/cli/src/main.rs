@@ -37,7 +37,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         return doctor::doctor(args);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let code = runtime.block_on(async {
         match cli.command {
             Command::Demo(args) => demo::demo(args).await,
             Command::Up(args) => up::up(args).await,
@@ -48,5 +48,8 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             Command::Gateway(args) => service::gateway(args).await,
             Command::Doctor(args) => doctor::doctor(&args),
         }
-    })
+    });
+    // A read of standard input cannot be cancelled, and dropping the runtime would wait for it.
+    runtime.shutdown_background();
+    code
 }

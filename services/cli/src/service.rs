@@ -25,6 +25,7 @@ pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
         threads: args.threads.map(|n| n as usize),
         aux_cache_bytes: args.aux_cache_bytes,
         capture: args.aux_layers,
+        drain_grace: drain_grace(&args.service),
         isa: Some(Isa::from_env().context("EYRIE_ISA")?),
         ..defaults
     };
@@ -51,58 +52,68 @@ pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
 pub(crate) async fn gateway(args: GatewayArgs) -> anyhow::Result<ExitCode> {
     let drain = begin(&args.service)?;
     let defaults = eyrie_gateway::GatewayOptions::new(args.listen, args.target, args.draft);
-    let options = eyrie_gateway::GatewayOptions { default_k: args.draft_tokens, ..defaults };
+    let options = eyrie_gateway::GatewayOptions {
+        default_k: args.draft_tokens,
+        drain_grace: drain_grace(&args.service),
+        ..defaults
+    };
     eyrie_gateway::run(options, drain, |_| {}).await?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// What asks a service to end.
-struct Ends {
+/// Signals that ask a service to end.
+struct Signals {
     interrupt: Signal,
     terminate: Signal,
-    /// A supervisor holds our standard input open for as long as it lives.
-    parent: Option<tokio::io::Stdin>,
 }
 
-impl Ends {
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+        Ok(Self { interrupt, terminate })
+    }
+
     async fn next(&mut self) {
-        let parent = async {
-            match &mut self.parent {
-                Some(stdin) => {
-                    let _ = stdin.read(&mut [0]).await;
-                }
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
-            () = parent => {}
         }
     }
 }
 
-/// Logs, and the two-stage end: the first call to end drains, the second or the end of the grace stops.
+/// Resolves when the supervisor is gone, which holds our standard input open for as long as it lives.
+async fn parent_gone(supervised: bool) {
+    if !supervised {
+        std::future::pending::<()>().await;
+    }
+    let _ = tokio::io::stdin().read(&mut [0]).await;
+}
+
+fn drain_grace(args: &ServiceArgs) -> Duration {
+    Duration::from_secs(args.drain_grace)
+}
+
+/// Logs, and the two-stage end: the first call to end drains, a signal after it or the end of the grace stops.
 fn begin(args: &ServiceArgs) -> anyhow::Result<Drain> {
     init_telemetry(if args.log_json { LogFormat::Json } else { LogFormat::Text });
     let drain = Drain::new();
-    let mut ends = Ends {
-        interrupt: signal(SignalKind::interrupt())?,
-        terminate: signal(SignalKind::terminate())?,
-        parent: args.with_parent.then(tokio::io::stdin),
-    };
-    let grace = Duration::from_secs(args.drain_grace);
+    let mut signals = Signals::listen()?;
+    let (supervised, grace) = (args.with_parent, drain_grace(args));
     let handle = drain.clone();
     #[expect(
         clippy::disallowed_methods,
         reason = "the drain's own watcher: tracked, it would wait for itself"
     )]
     tokio::spawn(async move {
-        ends.next().await;
+        tokio::select! {
+            () = signals.next() => {}
+            () = parent_gone(supervised) => {}
+        }
         tracing::info!("draining, at most {} s", grace.as_secs());
         handle.start();
+        // A supervisor that waits for us to end closes our standard input: that hurries nothing.
         tokio::select! {
-            () = ends.next() => {}
+            () = signals.next() => {}
             () = tokio::time::sleep(grace) => {}
         }
         handle.stop();
