@@ -18,7 +18,7 @@ mod region;
 mod ring;
 mod usage;
 
-pub use door::{DoorError, FdDoor, Token};
+pub use door::{DoorError, FdDoor, SocketFile, Token};
 pub use epoch::Epoch;
 pub use error::RegionError;
 pub use file::FileMap;
