@@ -46,7 +46,7 @@ impl Dtype {
     }
 
     /// True for the types a plain weight or norm may have.
-    pub fn is_float(self) -> bool {
+    pub(crate) fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 }

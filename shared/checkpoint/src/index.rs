@@ -10,7 +10,7 @@ use eyrie_region::{FileMap, Region};
 
 use crate::header::{self, HeaderEntry, HeaderError};
 use crate::weight_map::WeightMap;
-use crate::{CheckpointError, Dtype, Result};
+use crate::{CheckpointError, Dtype, Result, json};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -58,7 +58,7 @@ impl TensorIndex {
     /// tile the file, on duplicate names, and on any difference between the index and the shards.
     pub fn open(dir: &Path) -> Result<Self> {
         let index_path = dir.join(INDEX);
-        match fs::read(&index_path) {
+        match json::read_bytes(&index_path) {
             Ok(bytes) => Self::open_sharded(dir, &index_path, &WeightMap::parse(&index_path, &bytes)?),
             Err(e) if e.kind() != ErrorKind::NotFound => {
                 Err(CheckpointError::Io { path: index_path, source: e })
@@ -66,11 +66,6 @@ impl TensorIndex {
             Err(_) if dir.join(SINGLE).is_file() => Self::read_shards(dir, vec![dir.join(SINGLE)]),
             Err(_) => Err(Self::no_weights(dir)),
         }
-    }
-
-    /// Opens one safetensors file under the same checks.
-    pub fn open_file(path: &Path) -> Result<Self> {
-        Self::read_shards(path, vec![path.to_owned()])
     }
 
     fn no_weights(dir: &Path) -> CheckpointError {
@@ -154,7 +149,7 @@ impl TensorIndex {
         Ok(())
     }
 
-    /// The folder, or the file when only one was opened.
+    /// The folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }

@@ -1,22 +1,39 @@
 use std::fs;
+use std::io;
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
 use crate::{CheckpointError, Result};
 
+/// Largest JSON file read: many times the index of the largest published checkpoint.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// The bytes of a regular file of bounded size. Its kind is looked at first: opening a pipe would block for ever.
+pub(crate) fn read_bytes(path: &Path) -> io::Result<Vec<u8>> {
+    let meta = fs::metadata(path)?;
+    if !meta.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    if meta.len() > MAX_BYTES {
+        let size = format!("{} bytes, limit {MAX_BYTES}", meta.len());
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, size));
+    }
+    fs::read(path)
+}
+
 /// Reads a JSON file; `None` when it does not exist.
 pub(crate) fn read_optional(path: &Path) -> Result<Option<Value>> {
-    match fs::read(path) {
+    match read_bytes(path) {
         Ok(bytes) => parse(path, &bytes).map(Some),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(source) => Err(CheckpointError::Io { path: path.to_owned(), source }),
     }
 }
 
 /// Reads a JSON file that must exist.
 pub(crate) fn read(path: &Path) -> Result<Value> {
-    let bytes = fs::read(path).map_err(|source| CheckpointError::Io { path: path.to_owned(), source })?;
+    let bytes = read_bytes(path).map_err(|source| CheckpointError::Io { path: path.to_owned(), source })?;
     parse(path, &bytes)
 }
 
@@ -147,13 +164,18 @@ impl<'a> Fields<'a> {
 
     /// Token ids written as one integer or as a list; empty when absent.
     pub(crate) fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+        self.ids(key, "token")
+    }
+
+    /// As [`token_ids`](Self::token_ids), for ids of another `kind`.
+    pub(crate) fn ids(&self, key: &str, kind: &str) -> Result<Vec<u32>> {
         let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
         let ids = match self.get(key) {
             None => Some(Vec::new()),
             Some(Value::Array(list)) => list.iter().map(id).collect(),
             Some(one) => id(one).map(|n| vec![n]),
         };
-        ids.ok_or_else(|| self.refuse(key, "must be a token id or a list of token ids"))
+        ids.ok_or_else(|| self.refuse(key, format!("must be a {kind} id or a list of {kind} ids")))
     }
 }
 

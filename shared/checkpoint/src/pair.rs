@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use crate::target::MOST_PROBLEMS;
 use crate::{
     AuxConvention, CheckpointError, DraftCheckpoint, DraftConfig, EmbedSource, HeadSource, TargetCheckpoint,
     TargetConfig, TensorIndex, aux_ids,
@@ -70,7 +71,8 @@ impl Report {
         }
         if let (Some(last), true) = (problems.last(), problems.len() > MOST_LISTED) {
             let more = problems.len() - MOST_LISTED;
-            self.push(id(last), Status::Fail, format!("and {more} more problems"));
+            let least = if problems.len() > MOST_PROBLEMS { "at least " } else { "" };
+            self.push(id(last), Status::Fail, format!("and {least}{more} more problems"));
         }
     }
 }

@@ -6,6 +6,9 @@ use crate::layout::{Layout, ScaleView, WeightView};
 use crate::tensors::{LinearSpec, Spec, VectorSpec, layer_tensors, model_tensors};
 use crate::{CheckpointError, Dtype, QuantFormat, Result, TargetConfig, TensorEntry, TensorIndex};
 
+/// Problems after which a survey stops: a config may promise millions of tensors that are not there.
+pub(crate) const MOST_PROBLEMS: usize = 10_000;
+
 /// Why a stored tensor is not loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SkipRule {
@@ -99,15 +102,21 @@ impl TargetCheckpoint {
         }
     }
 
-    /// Accounts for every tensor and returns all problems; the checkpoint may be used only if there are none.
+    /// Accounts for every tensor and returns all problems, or those of the first layers when there are more than
+    /// [`MOST_PROBLEMS`]; the checkpoint may be used only if there are none.
     pub(crate) fn survey(config: TargetConfig, index: TensorIndex) -> (Self, Vec<CheckpointError>) {
         let mut survey = Survey::new(&config, &index);
         model_tensors(&config).visit(&mut |spec| survey.expect(spec));
         for layer in 0..config.num_hidden_layers {
             layer_tensors(&config, layer).visit(&mut |spec| survey.expect(spec));
+            if survey.problems.len() > MOST_PROBLEMS {
+                break;
+            }
         }
-        survey.account_for_the_rest();
-        survey.check_declared_format();
+        if survey.problems.len() <= MOST_PROBLEMS {
+            survey.account_for_the_rest();
+            survey.check_declared_format();
+        }
         let Survey { names, account, problems, .. } = survey;
         (Self { config, index, names, account }, problems)
     }

@@ -20,7 +20,7 @@ impl Embedding {
     /// # Errors
     /// Another layout, or a byte length that does not fit the shape.
     pub fn new(view: &WeightView) -> Result<Embedding> {
-        if view.layout == Layout::Int4G32 {
+        if !matches!(view.layout, Layout::F32 | Layout::F16 | Layout::Bf16) {
             return Err(KernelError::Layout { op: OP, layout: view.layout, supported: "F32, F16, BF16" });
         }
         Dense::new(OP, view)?;

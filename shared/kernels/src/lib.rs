@@ -4,13 +4,13 @@
 //! a prompt is cut: each output is one reduction in one fixed order. Activations are contiguous float32
 //! rows; weights keep their published precision.
 
-mod activation;
 mod attention;
 mod cpu;
 mod embedding;
 mod error;
 mod gqa;
 mod linear;
+mod logits;
 mod mla;
 mod moe;
 mod norm;
@@ -20,15 +20,15 @@ mod router;
 mod tensor;
 mod tiles;
 
-pub use activation::{argmax, silu_mul, top_k_softmax};
 pub use cpu::{Cpu, CpuOptions, Isa};
 pub use embedding::Embedding;
 pub use error::{KernelError, Result};
 pub use gqa::{GqaSpec, gqa};
 pub use linear::Linear;
+pub use logits::{argmax, top_k_softmax};
 pub use mla::{MlaDims, MlaWeights, mla};
 pub use moe::{ExpertViews, Experts, Mlp, moe};
 pub use norm::RmsNorm;
 pub use paged::{PagedRows, Ragged, RowRef};
-pub use rope::{Rope, RopeSpec, RopeStyle, YarnSpec};
-pub use router::{RouteMethod, Router, RouterSpec, Routes, Scoring};
+pub use rope::{Rope, RopeSpec, RopeStyle};
+pub use router::{Router, RouterSpec, Routes};

@@ -54,7 +54,7 @@ impl Mlp {
     }
 
     /// Width between.
-    pub fn intermediate(&self) -> usize {
+    fn intermediate(&self) -> usize {
         self.gate.out_features()
     }
 

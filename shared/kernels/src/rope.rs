@@ -3,6 +3,8 @@
 use std::f64::consts::PI;
 use std::sync::{PoisonError, RwLock};
 
+use eyrie_checkpoint::Yarn;
+
 use crate::error::{Result, limit};
 
 const OP: &str = "rope";
@@ -19,23 +21,6 @@ pub enum RopeStyle {
     HalfSplit,
 }
 
-/// YaRN context extension.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct YarnSpec {
-    /// Extension factor.
-    pub factor: f64,
-    /// Positions before the extension.
-    pub original_max: usize,
-    /// Rotations above which a frequency is kept.
-    pub beta_fast: f64,
-    /// Rotations below which a frequency is divided by the factor.
-    pub beta_slow: f64,
-    /// Numerator's coefficient of the attention factor; 0 if absent.
-    pub mscale: f64,
-    /// Denominator's coefficient of the attention factor and of the softmax scale; 0 if absent.
-    pub mscale_all_dim: f64,
-}
-
 /// What a [`Rope`] is made from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeSpec {
@@ -44,7 +29,7 @@ pub struct RopeSpec {
     /// Base of the frequencies.
     pub theta: f64,
     /// Context extension, if any.
-    pub yarn: Option<YarnSpec>,
+    pub yarn: Option<Yarn>,
     /// Pairing.
     pub style: RopeStyle,
 }
@@ -63,51 +48,48 @@ fn mscale(factor: f64, coefficient: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * coefficient * factor.ln() + 1.0 }
 }
 
-impl YarnSpec {
-    /// The first index that is blended and the last.
-    fn range(&self, dim: usize, theta: f64) -> (f64, f64) {
-        let d = dim as f64;
-        let index = |rotations: f64| {
-            d * (self.original_max as f64 / (2.0 * PI * rotations)).ln() / (2.0 * theta.ln())
-        };
-        let low = index(self.beta_fast).floor().max(0.0);
-        let high = index(self.beta_slow).ceil().min(d - 1.0);
-        (low, high)
-    }
+/// The first index that YaRN blends and the last.
+fn blended(yarn: &Yarn, dim: usize, theta: f64) -> (f64, f64) {
+    let d = dim as f64;
+    let original = yarn.original_max_position_embeddings as f64;
+    let index = |rotations: f64| d * (original / (2.0 * PI * rotations)).ln() / (2.0 * theta.ln());
+    let low = index(yarn.beta_fast).floor().max(0.0);
+    let high = index(yarn.beta_slow).ceil().min(d - 1.0);
+    (low, high)
+}
 
-    fn blend(&self, dim: usize, theta: f64, frequencies: &mut [f64]) {
-        let (low, mut high) = self.range(dim, theta);
-        if low == high {
-            high += 0.001;
-        }
-        for (i, frequency) in frequencies.iter_mut().enumerate() {
-            let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
-            *frequency = *frequency / self.factor * ramp + *frequency * (1.0 - ramp);
-        }
+fn blend(yarn: &Yarn, dim: usize, theta: f64, frequencies: &mut [f64]) {
+    let (low, mut high) = blended(yarn, dim, theta);
+    if low == high {
+        high += 0.001;
     }
+    for (i, frequency) in frequencies.iter_mut().enumerate() {
+        let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+        *frequency = *frequency / yarn.factor * ramp + *frequency * (1.0 - ramp);
+    }
+}
 
-    fn attention_factor(&self) -> f64 {
-        if self.mscale != 0.0 && self.mscale_all_dim != 0.0 {
-            mscale(self.factor, self.mscale) / mscale(self.factor, self.mscale_all_dim)
-        } else {
-            mscale(self.factor, 1.0)
-        }
+fn attention_factor(yarn: &Yarn) -> f64 {
+    if yarn.mscale != 0.0 && yarn.mscale_all_dim != 0.0 {
+        mscale(yarn.factor, yarn.mscale) / mscale(yarn.factor, yarn.mscale_all_dim)
+    } else {
+        mscale(yarn.factor, 1.0)
     }
+}
 
-    fn check(&self) -> Result<()> {
-        let fields = [
-            ("yarn factor", self.factor),
-            ("yarn original_max", self.original_max as f64),
-            ("yarn beta_fast", self.beta_fast),
-            ("yarn beta_slow", self.beta_slow),
-        ];
-        for (name, value) in fields {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(limit(OP, name, value, "finite and above 0"));
-            }
+fn check(yarn: &Yarn) -> Result<()> {
+    let fields = [
+        ("yarn factor", yarn.factor),
+        ("yarn original_max_position_embeddings", yarn.original_max_position_embeddings as f64),
+        ("yarn beta_fast", yarn.beta_fast),
+        ("yarn beta_slow", yarn.beta_slow),
+    ];
+    for (name, value) in fields {
+        if !(value.is_finite() && value > 0.0) {
+            return Err(limit(OP, name, value, "finite and above 0"));
         }
-        Ok(())
     }
+    Ok(())
 }
 
 impl Rope {
@@ -127,9 +109,9 @@ impl Rope {
             (0..spec.dim / 2).map(|i| spec.theta.powf(-2.0 * i as f64 / dim)).collect();
         let mut factor = 1.0;
         if let Some(yarn) = &spec.yarn {
-            yarn.check()?;
-            yarn.blend(spec.dim, spec.theta, &mut frequencies);
-            factor = yarn.attention_factor();
+            check(yarn)?;
+            blend(yarn, spec.dim, spec.theta, &mut frequencies);
+            factor = attention_factor(yarn);
         }
         Ok(Rope { spec, frequencies, factor, table: RwLock::new(Vec::new()) })
     }
@@ -210,12 +192,19 @@ impl Rope {
 mod tests {
     use super::*;
 
-    fn yarn(factor: f64, betas: (f64, f64), mscale: f64) -> YarnSpec {
+    fn yarn(factor: f64, betas: (f64, f64), mscale: f64) -> Yarn {
         let (beta_fast, beta_slow) = betas;
-        YarnSpec { factor, original_max: 4096, beta_fast, beta_slow, mscale, mscale_all_dim: mscale }
+        Yarn {
+            factor,
+            original_max_position_embeddings: 4096,
+            beta_fast,
+            beta_slow,
+            mscale,
+            mscale_all_dim: mscale,
+        }
     }
 
-    fn rope(theta: f64, yarn: Option<YarnSpec>, style: RopeStyle) -> Rope {
+    fn rope(theta: f64, yarn: Option<Yarn>, style: RopeStyle) -> Rope {
         Rope::new(RopeSpec { dim: 64, theta, yarn, style }).unwrap()
     }
 
@@ -225,9 +214,9 @@ mod tests {
         let v3 = yarn(40.0, (32.0, 1.0), 1.0);
         let k2 = yarn(32.0, (1.0, 1.0), 1.0);
         let k25 = yarn(64.0, (32.0, 1.0), 1.0);
-        assert_eq!(v3.range(64, 1e4), (10.0, 23.0));
-        assert_eq!(k2.range(64, 5e4), (19.0, 20.0));
-        assert_eq!(k25.range(64, 5e4), (8.0, 20.0));
+        assert_eq!(blended(&v3, 64, 1e4), (10.0, 23.0));
+        assert_eq!(blended(&k2, 64, 5e4), (19.0, 20.0));
+        assert_eq!(blended(&k25, 64, 5e4), (8.0, 20.0));
         let published = [(1e4, v2, 0.114721), (1e4, v3, 0.135234), (5e4, k2, 0.130861), (5e4, k25, 0.144680)];
         for (theta, spec, want) in published {
             let got = rope(theta, Some(spec), RopeStyle::Interleaved).softmax_scale(192);

@@ -1,6 +1,7 @@
 //! Which experts a row goes to: softmax or sigmoid scores, plain, group-limited or bias-corrected choice.
 
 use candle_core::Tensor;
+use eyrie_checkpoint::{Scoring, TopkMethod};
 
 use crate::cpu::exp::{sigmoid_in_place, softmax_in_place};
 use crate::error::{KernelError, Result, limit, shape};
@@ -8,26 +9,6 @@ use crate::linear::Linear;
 use crate::tensor::row_count;
 
 const OP: &str = "router";
-
-/// How logits become scores.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scoring {
-    /// Softmax over all experts.
-    Softmax,
-    /// Sigmoid of each logit.
-    Sigmoid,
-}
-
-/// How experts are chosen by their scores.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RouteMethod {
-    /// The best of all.
-    Greedy,
-    /// The best inside the best groups; a group counts by its best score.
-    GroupLimited,
-    /// As group-limited on scores plus bias; a group counts by its two best. Weights stay unbiased.
-    NoAuxTc,
-}
 
 /// What a [`Router`] is made from.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -39,7 +20,7 @@ pub struct RouterSpec {
     /// Scores.
     pub scoring: Scoring,
     /// Choice.
-    pub method: RouteMethod,
+    pub method: TopkMethod,
     /// Groups of equal size (1 = none).
     pub groups: usize,
     /// Groups a row may use.
@@ -65,7 +46,7 @@ impl RouterSpec {
             return Err(limit(OP, "top_groups", self.top_groups, format!("1..={} groups", self.groups)));
         }
         let reachable = match self.method {
-            RouteMethod::Greedy => self.experts,
+            TopkMethod::Greedy => self.experts,
             _ => self.experts / self.groups * self.top_groups,
         };
         if self.per_token > reachable {
@@ -105,7 +86,7 @@ impl Router {
             let got = [gate.out_features(), gate.in_features()];
             return Err(shape(OP, "gate", &got, format!("[{}, hidden]", spec.experts)));
         }
-        let wanted = if spec.method == RouteMethod::NoAuxTc { spec.experts } else { 0 };
+        let wanted = if spec.method == TopkMethod::NoAuxTc { spec.experts } else { 0 };
         let got = bias.as_ref().map_or(0, Vec::len);
         if got != wanted {
             return Err(shape(OP, "bias", &[got], format!("{wanted} values for {:?}", spec.method)));
@@ -143,7 +124,7 @@ impl Router {
         if let Some(bias) = &self.bias {
             choice.iter_mut().zip(bias).for_each(|(c, b)| *c += b);
         }
-        if self.spec.method != RouteMethod::Greedy && self.spec.groups > 1 {
+        if self.spec.method != TopkMethod::Greedy && self.spec.groups > 1 {
             self.mask_groups(&mut choice);
         }
         let mut ids = best(&choice, self.spec.per_token);
@@ -162,7 +143,7 @@ impl Router {
     /// Only -inf masks safely: a biased score can be negative, and zero would beat it.
     fn mask_groups(&self, choice: &mut [f32]) {
         let size = self.spec.experts / self.spec.groups;
-        let two = self.spec.method == RouteMethod::NoAuxTc;
+        let two = self.spec.method == TopkMethod::NoAuxTc;
         let scores: Vec<f32> = choice.chunks_exact(size).map(|group| group_score(group, two)).collect();
         let kept = best(&scores, self.spec.top_groups);
         for (index, group) in choice.chunks_exact_mut(size).enumerate() {

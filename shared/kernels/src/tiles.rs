@@ -1,11 +1,10 @@
 //! Weights in tiles of 16 outputs, and products of a few rows with a few tiles.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
 use eyrie_checkpoint::{Dtype, Layout, WeightView};
-use eyrie_region::Region;
+use eyrie_region::{Local, Region};
 use half::{bf16, f16};
 
 use crate::cpu::Isa;
@@ -85,40 +84,14 @@ impl Prepared {
     }
 }
 
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-enum Storage {
-    Owned(Vec<Line>),
-    Region(Arc<dyn Region>, Range<usize>),
-}
-
-impl Storage {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            // SAFETY: `Line` is 64 plain bytes without padding, so a vector of n is 64 n bytes.
-            Storage::Owned(lines) => unsafe {
-                std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * 64)
-            },
-            Storage::Region(region, range) => &region.bytes()[range.clone()],
-        }
-    }
-}
-
 /// A weight `[outputs, inputs]` in tiles; outputs past the last are zero.
+#[derive(Debug)]
 pub(crate) struct Tiles {
     format: Format,
     outputs: usize,
     inputs: usize,
-    storage: Storage,
-}
-
-impl fmt::Debug for Tiles {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shared = matches!(self.storage, Storage::Region(..));
-        write!(f, "Tiles({:?} {}x{}, shared: {shared})", self.format, self.outputs, self.inputs)
-    }
+    region: Arc<dyn Region>,
+    bytes: Range<usize>,
 }
 
 /// Row-major weights read one at a time, for packing.
@@ -306,10 +279,9 @@ impl Tiles {
 
     fn filled(format: Format, outputs: usize, inputs: usize, fill: impl FnOnce(&mut [u8])) -> Tiles {
         let len = outputs.div_ceil(TILE) * tile_stride(format, inputs);
-        let mut lines = vec![Line([0; 64]); len.div_ceil(64)];
-        // SAFETY: `Line` is 64 plain bytes without padding; `len` is at most 64 times the lines.
-        fill(unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), len) });
-        Tiles { format, outputs, inputs, storage: Storage::Owned(lines) }
+        let mut local = Local::zeroed(len);
+        fill(local.bytes_mut());
+        Tiles { format, outputs, inputs, region: Arc::new(local), bytes: 0..len }
     }
 
     /// Borrows BF16 tiles that lie in a region.
@@ -326,8 +298,8 @@ impl Tiles {
         if got != want {
             return Err(shape(op, "tile bytes", &[got], format!("{want} bytes for {:?}", view.shape)));
         }
-        let storage = Storage::Region(Arc::clone(&view.region), view.data.clone());
-        Ok(Tiles { format: Format::Bf16, outputs, inputs, storage })
+        let (region, bytes) = (Arc::clone(&view.region), view.data.clone());
+        Ok(Tiles { format: Format::Bf16, outputs, inputs, region, bytes })
     }
 
     pub(crate) fn format(&self) -> Format {
@@ -406,9 +378,10 @@ impl Call<'_> {
         out: [&mut [f32]; R],
     ) -> usize {
         let k = self.tiles.inputs;
-        let weights = &self.tiles.storage.bytes()[tile * tile_stride(self.tiles.format, k)..];
+        let Tiles { region, bytes, format, .. } = self.tiles;
+        let weights = &region.bytes()[bytes.clone()][tile * tile_stride(*format, k)..];
         let values = rows.map(|row| self.inputs.row(row as usize));
-        match self.tiles.format {
+        match format {
             Format::F32 => self.isa.run(FloatTiles::<float::F32, R, T>::new(k, weights, values, out)),
             Format::Bf16 => self.isa.run(FloatTiles::<float::Bf16, R, T>::new(k, weights, values, out)),
             Format::Int4 => {

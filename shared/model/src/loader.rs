@@ -1,13 +1,9 @@
 //! Turns checkpoint tensors into kernels' weights and counts the bytes on the way.
 
 use eyrie_checkpoint::{
-    LinearSpec, MlpTensors, MoeConfig, RopeConfig, Scoring, TargetCheckpoint, TopkMethod, VectorSpec,
-    WeightView, model_tensors,
+    LinearSpec, MlpTensors, MoeConfig, RopeConfig, TargetCheckpoint, VectorSpec, WeightView, model_tensors,
 };
-use eyrie_kernels::{
-    self as kernels, Cpu, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouteMethod, RouterSpec,
-    YarnSpec,
-};
+use eyrie_kernels::{Cpu, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouterSpec};
 
 use crate::error::Result;
 use crate::types::Progress;
@@ -82,30 +78,15 @@ impl<'a> Loader<'a> {
 }
 
 pub(crate) fn rope_spec(config: &RopeConfig, dim: usize, style: RopeStyle) -> RopeSpec {
-    let yarn = config.yarn.as_ref().map(|yarn| YarnSpec {
-        factor: yarn.factor,
-        original_max: yarn.original_max_position_embeddings,
-        beta_fast: yarn.beta_fast,
-        beta_slow: yarn.beta_slow,
-        mscale: yarn.mscale,
-        mscale_all_dim: yarn.mscale_all_dim,
-    });
-    RopeSpec { dim, theta: config.theta, yarn, style }
+    RopeSpec { dim, theta: config.theta, yarn: config.yarn, style }
 }
 
 pub(crate) fn router_spec(config: &MoeConfig) -> RouterSpec {
     RouterSpec {
         experts: config.n_routed_experts,
         per_token: config.num_experts_per_tok,
-        scoring: match config.scoring {
-            Scoring::Softmax => kernels::Scoring::Softmax,
-            Scoring::Sigmoid => kernels::Scoring::Sigmoid,
-        },
-        method: match config.method {
-            TopkMethod::Greedy => RouteMethod::Greedy,
-            TopkMethod::GroupLimitedGreedy => RouteMethod::GroupLimited,
-            TopkMethod::NoAuxTc => RouteMethod::NoAuxTc,
-        },
+        scoring: config.scoring,
+        method: config.method,
         groups: config.n_group,
         top_groups: config.topk_group,
         normalise: config.norm_topk_prob,

@@ -143,11 +143,8 @@ impl Block<'_> {
         while let Some(node) = next {
             ragged.tails.push(self.pool_slot(self.committed + node as u32, page_rows)?);
             next = parent(node);
-            if next.is_some_and(|parent| parent >= node) {
-                return Err(format!(
-                    "parent of node {node} must come before it, got {}",
-                    next.unwrap_or(node)
-                ));
+            if let Some(parent) = next.filter(|&parent| parent >= node) {
+                return Err(format!("parent of node {node} must come before it, got {parent}"));
             }
         }
         ragged.tails[start..].reverse();
@@ -185,7 +182,8 @@ impl Block<'_> {
 pub(crate) fn check_parents(sequence: usize, parents: &[u16], rows: usize) -> Result<()> {
     let refuse = |reason: String| Err(ModelError::Rows { sequence, reason });
     if parents.len() + 1 != rows {
-        return refuse(format!("{rows} rows need {} parents, got {}", rows - 1, parents.len()));
+        let wanted = rows.saturating_sub(1);
+        return refuse(format!("{rows} rows need {wanted} parents, got {}", parents.len()));
     }
     match parents.iter().enumerate().find(|&(i, &parent)| usize::from(parent) > i) {
         Some((i, parent)) => refuse(format!("parent of row {} must be at most {i}, got {parent}", i + 1)),

@@ -144,11 +144,13 @@ impl SharedWeights {
         self.embed.shape[1]
     }
 
-    /// Identity of the weights, the same in every process and boot that serves this target.
+    /// Identity of embedding and head, the same in every process and boot that serves this target.
     pub fn fingerprint(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new();
         for tensor in &self.grant.tensors {
-            hasher.update(tensor.name.as_bytes()).update(tensor.layout.as_bytes());
+            for text in [&tensor.name, &tensor.layout, &tensor.dtype] {
+                hasher.update(text.as_bytes()).update(b"\0");
+            }
             for size in &tensor.shape {
                 hasher.update(&size.to_le_bytes());
             }
@@ -240,11 +242,16 @@ fn granted_view(region: &Arc<dyn Region>, grant: &Grant, name: &'static str) -> 
             got: tensor.shape.len(),
         });
     };
+    // Kernels read row-major only. It also bounds the sizes below: a verified grant's strides stay within its bytes.
+    if tensor.strides != [width, 1] {
+        let value = format!("strides {:?} of shape {:?}", tensor.strides, tensor.shape);
+        return Err(ModelError::Unsupported { what: name, value });
+    }
     let shape = [rows as usize, width as usize];
     let bytes = match layout {
         Layout::Bf16Tile16 => Linear::tile_bytes(shape),
-        Layout::F32 => rows as usize * width as usize * 4,
-        _ => rows as usize * width as usize * 2,
+        Layout::F32 => shape[0] * shape[1] * 4,
+        _ => shape[0] * shape[1] * 2,
     };
     let got = tensor.bytes as usize;
     if bytes != got {

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use self::socket::SocketFile;
+pub use self::socket::SocketFile;
 use crate::epoch::fill_random;
 use crate::fdpass::{FdPassError, MAX_FDS, recv_fds, send_fds};
 
@@ -24,6 +24,10 @@ use crate::fdpass::{FdPassError, MAX_FDS, recv_fds, send_fds};
 const CLIENT_TIME: Duration = Duration::from_secs(1);
 /// After a failed accept (no descriptors left) the door rests, where poll would return at once for ever.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
+/// Clients that may wait while one is served; the kernel holds back the others in `connect`.
+const BACKLOG: i32 = 16;
+/// Only this user's processes may connect.
+const MODE: u32 = 0o600;
 const TOKEN_BYTES: usize = 32;
 const GRANTED: u8 = b'+';
 const REFUSED: u8 = b'-';
@@ -71,7 +75,7 @@ impl fmt::Debug for Token {
     }
 }
 
-/// A door that could not be opened, or descriptors that it did not give out.
+/// A socket that could not be opened, or descriptors that a door did not give out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DoorError {
@@ -166,7 +170,7 @@ impl FdDoor {
         let stop = eventfd(0, EventfdFlags::CLOEXEC)
             .map_err(|e| failed("make its stop event")(io::Error::from(e)))?;
         let shared = Arc::new(Shared { offers: Mutex::default(), stop, refused: AtomicU64::new(0) });
-        let (file, listener) = SocketFile::bind(path)?;
+        let (file, listener) = SocketFile::bind(path, BACKLOG, Some(MODE))?;
         let thread = std::thread::Builder::new()
             .name("eyrie-fd-door".to_owned())
             .spawn({
@@ -245,8 +249,6 @@ impl Drop for FdDoor {
     fn drop(&mut self) {
         // An eventfd that is written once cannot be full.
         let _ = rustix::io::write(&self.shared.stop, &1_u64.to_ne_bytes());
-        // The listener outlives the file: a rival that finds the path meanwhile sees a living door and not a stale
-        // file that it would replace just before it is removed here.
         let listener = self.thread.take().and_then(|thread| thread.join().ok());
         self.file.remove();
         drop(listener);

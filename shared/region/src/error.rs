@@ -49,18 +49,6 @@ pub enum RegionError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// A builder has no room left for an allocation.
-    #[error("memfd {name}: {wanted} bytes at offset {offset} exceed its {capacity} bytes")]
-    Full {
-        /// The memfd's name.
-        name: String,
-        /// Bytes asked for.
-        wanted: u64,
-        /// The aligned offset at which they would start.
-        offset: u64,
-        /// Size of the memfd.
-        capacity: u64,
-    },
     /// An imported descriptor lacks seals, so its exporter could shrink, grow or rewrite it.
     #[error("imported memfd lacks the seals {missing}, it has {found}")]
     Unsealed {

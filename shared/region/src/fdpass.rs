@@ -61,7 +61,11 @@ pub enum FdPassError {
 ///
 /// # Errors
 /// [`FdPassError::TooMany`], [`FdPassError::Payload`], or the socket's error; the stream is useless after the last.
-pub fn send_fds(stream: &UnixStream, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), FdPassError> {
+pub(crate) fn send_fds(
+    stream: &UnixStream,
+    payload: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), FdPassError> {
     if fds.len() > MAX_FDS {
         return Err(FdPassError::TooMany { limit: MAX_FDS, given: fds.len() });
     }
@@ -89,7 +93,7 @@ pub fn send_fds(stream: &UnixStream, payload: &[u8], fds: &[BorrowedFd<'_>]) -> 
 ///
 /// # Errors
 /// Any [`FdPassError`]; descriptors that arrived are closed then, and the stream is useless.
-pub fn recv_fds(
+pub(crate) fn recv_fds(
     stream: &UnixStream,
     max_payload: usize,
     max_fds: usize,

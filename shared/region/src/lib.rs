@@ -7,7 +7,7 @@
 mod door;
 mod epoch;
 mod error;
-pub mod fdpass;
+mod fdpass;
 mod file;
 mod grant;
 mod lease;
@@ -18,9 +18,10 @@ mod region;
 mod ring;
 mod usage;
 
-pub use door::{DoorError, FdDoor, Token};
+pub use door::{DoorError, FdDoor, SocketFile, Token};
 pub use epoch::Epoch;
 pub use error::RegionError;
+pub use fdpass::{FdPassError, MAX_FDS};
 pub use file::FileMap;
 pub use grant::{Grant, GrantError, TensorGrant};
 pub use lease::{Lease, LeaseId, LeaseTable};

@@ -8,7 +8,7 @@ use memmap2::{Mmap, MmapMut, MmapOptions};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
 use crate::memory::available_memory;
-use crate::{Region, RegionError, RegionKind, align_up};
+use crate::{Region, RegionError, RegionKind};
 
 /// A memfd while it is being filled.
 #[derive(Debug)]
@@ -16,7 +16,6 @@ pub struct MemfdBuilder {
     name: String,
     fd: OwnedFd,
     map: MmapMut,
-    used: u64,
 }
 
 impl MemfdBuilder {
@@ -29,26 +28,10 @@ impl MemfdBuilder {
         let fd = create(name, len)?;
         // SAFETY: the descriptor was made above and is private to this builder, so no other mapping aliases this one.
         let map = unsafe { MmapMut::map_mut(&fd) }.map_err(failed(name, "map it"))?;
-        Ok(Self { name: name.to_owned(), fd, map, used: 0 })
+        Ok(Self { name: name.to_owned(), fd, map })
     }
 
-    /// Takes the next `len` bytes at an offset that is a multiple of [`ALIGN`](crate::ALIGN); returns that offset
-    /// and the zeroed bytes.
-    ///
-    /// # Errors
-    /// [`RegionError::Full`] where they do not fit.
-    pub fn allocate(&mut self, len: u64) -> Result<(u64, &mut [u8]), RegionError> {
-        let capacity = self.map.len() as u64;
-        let offset = align_up(self.used).unwrap_or(u64::MAX);
-        let Some(end) = offset.checked_add(len).filter(|end| *end <= capacity) else {
-            return Err(RegionError::Full { name: self.name.clone(), wanted: len, offset, capacity });
-        };
-        self.used = end;
-        // Both ends are within the mapping, whose length is a usize.
-        Ok((offset, &mut self.map[offset as usize..end as usize]))
-    }
-
-    /// All bytes, for a caller that places them itself.
+    /// The bytes, zero at first.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.map
     }
@@ -58,9 +41,9 @@ impl MemfdBuilder {
     /// # Errors
     /// The kernel's answer with the name.
     pub fn seal(self) -> Result<Memfd, RegionError> {
-        let Self { name, fd, map, .. } = self;
+        let Self { name, fd, map } = self;
         drop(map);
-        seal(&fd, write_seal()).map_err(failed(&name, "seal it"))?;
+        seal(&fd, write_seal()?).map_err(failed(&name, "seal it"))?;
         // Populated, because a page that only an importer has touched counts as that importer's private memory in
         // /proc/PID/smaps, and the accounting of shared bytes would show a copy that does not exist.
         // SAFETY: the pages are sealed against writes and against a change of size, so they are immutable.
@@ -206,46 +189,30 @@ fn seal_names(seals: SealFlags) -> String {
 ///
 /// Before Linux 6.7 a descriptor sealed with F_SEAL_WRITE cannot be mapped shared at all; F_SEAL_FUTURE_WRITE can,
 /// and is as good once the only writable mapping is gone.
-fn write_seal() -> SealFlags {
+fn write_seal() -> Result<SealFlags, RegionError> {
+    const NAME: &str = "seal-probe";
     static SEAL: OnceLock<SealFlags> = OnceLock::new();
-    *SEAL.get_or_init(|| {
-        let probe = || -> io::Result<()> {
-            let fd = create("seal-probe", 1).map_err(io::Error::other)?;
-            seal(&fd, SealFlags::WRITE)?;
-            MmapOptions::new().map_raw_read_only(&fd).map(drop)
-        };
-        match probe() {
-            Ok(()) => SealFlags::WRITE | SealFlags::FUTURE_WRITE,
-            Err(_) => SealFlags::FUTURE_WRITE,
-        }
-    })
+    if let Some(known) = SEAL.get() {
+        return Ok(*known);
+    }
+    let fd = create(NAME, 1)?;
+    seal(&fd, SealFlags::WRITE).map_err(failed(NAME, "seal it"))?;
+    let found = match MmapOptions::new().map_raw_read_only(&fd) {
+        Ok(_) => SealFlags::WRITE | SealFlags::FUTURE_WRITE,
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => SealFlags::FUTURE_WRITE,
+        Err(e) => return Err(failed(NAME, "map it")(e)),
+    };
+    Ok(*SEAL.get_or_init(|| found))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ALIGN;
 
     fn sealed(bytes: &[u8]) -> Memfd {
         let mut builder = MemfdBuilder::new("test", bytes.len() as u64).unwrap();
         builder.bytes_mut().copy_from_slice(bytes);
         builder.seal().unwrap()
-    }
-
-    #[test]
-    fn allocations_are_aligned_disjoint_and_bounded() {
-        let mut builder = MemfdBuilder::new("test", 256).unwrap();
-        let (first, bytes) = builder.allocate(3).unwrap();
-        bytes.copy_from_slice(b"abc");
-        let (second, bytes) = builder.allocate(100).unwrap();
-        bytes.fill(7);
-        assert_eq!((first, second), (0, ALIGN as u64));
-        let error = builder.allocate(65).unwrap_err();
-        assert!(matches!(error, RegionError::Full { wanted: 65, offset: 192, capacity: 256, .. }), "{error}");
-        assert!(builder.allocate(u64::MAX).is_err());
-        let memfd = builder.seal().unwrap();
-        assert_eq!(&memfd.bytes()[..4], b"abc\0");
-        assert!(memfd.bytes()[64..164].iter().all(|b| *b == 7));
     }
 
     #[test]

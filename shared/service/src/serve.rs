@@ -90,8 +90,5 @@ pub async fn serve(
             Ok(())
         }
     };
-    if let eyrie_wire::Address::Unix(path) = &address {
-        let _ = std::fs::remove_file(path);
-    }
     result.map_err(|source| ServeError::Transport { address: address.to_string(), source })
 }

@@ -5,6 +5,9 @@ use std::io::IsTerminal;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
+const LEVELS: &str = "EYRIE_LOG";
+const DEFAULT: &str = "info";
+
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LogFormat {
@@ -16,9 +19,14 @@ pub enum LogFormat {
 }
 
 /// Installs the process-wide log subscriber; `EYRIE_LOG` (as `RUST_LOG`) selects levels, default `info`.
-/// A second call changes nothing.
+/// A value that is no filter is reported and leaves the default. A second call changes nothing.
 pub fn init_telemetry(format: LogFormat) {
-    let filter = EnvFilter::try_from_env("EYRIE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let wanted = std::env::var(LEVELS).unwrap_or_default();
+    let parsed = EnvFilter::builder().parse(if wanted.is_empty() { DEFAULT } else { &wanted });
+    let (filter, problem) = match parsed {
+        Ok(filter) => (filter, None),
+        Err(e) => (EnvFilter::new(DEFAULT), Some(e)),
+    };
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_span_events(FmtSpan::NONE)
@@ -30,4 +38,7 @@ pub fn init_telemetry(format: LogFormat) {
         LogFormat::Text => builder.try_init(),
         LogFormat::Json => builder.json().try_init(),
     };
+    if let Some(problem) = problem {
+        tracing::warn!(given = wanted, %problem, "{LEVELS} is not a log filter: using {DEFAULT}");
+    }
 }

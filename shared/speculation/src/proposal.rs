@@ -186,14 +186,6 @@ impl Proposal {
         self.parents.iter().enumerate().all(|(i, &p)| usize::from(p) == i)
     }
 
-    /// The first `tokens` proposed tokens: still a tree, because parents precede children.
-    #[must_use]
-    pub fn truncated(mut self, tokens: usize) -> Self {
-        self.tokens.truncate(tokens);
-        self.parents.truncate(tokens);
-        self
-    }
-
     /// For a tree whose construction guarantees what [`Proposal::try_new`] checks.
     pub(crate) fn from_grown(tokens: Vec<u32>, parents: Vec<u16>) -> Self {
         Self { tokens, parents }
@@ -229,7 +221,6 @@ mod tests {
         assert_eq!(c, Proposal::try_new(vec![5, 6, 7], vec![0, 1, 2]).unwrap());
         assert!(c.is_chain() && Proposal::empty().is_chain());
         assert_eq!(c.depths(), [0, 1, 2, 3]);
-        assert_eq!(c.truncated(1), Proposal::chain(vec![5]).unwrap());
     }
 
     #[test]

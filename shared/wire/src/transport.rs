@@ -1,12 +1,16 @@
 //! Channels and servers with one set of windows, keepalives and limits.
 
+use std::future::Future;
 use std::io;
+use std::path::Path;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use eyrie_region::{DoorError, SocketFile};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::time::Sleep;
 use tokio_stream::Stream;
 use tonic::transport::server::Connected;
 use tonic::transport::{Channel, Endpoint, Server};
@@ -21,6 +25,10 @@ const CONNECTION_WINDOW: u32 = 16 << 20;
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Connections that may wait to be accepted on a unix socket; tokio's own figure for TCP.
+const UNIX_BACKLOG: i32 = 1024;
+/// After a failed accept (no descriptors left) accepting rests: the socket stays readable and would spin otherwise.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
 
 fn endpoint(address: &Address) -> Result<Endpoint, tonic::transport::Error> {
     Ok(Endpoint::from_shared(address.to_string())?
@@ -77,11 +85,25 @@ pub struct Listener {
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpListener),
-    Unix(UnixListener),
+    Unix(UnixSocket),
+}
+
+/// A listening unix socket; its file is removed before it closes, unless another one has taken its place.
+#[derive(Debug)]
+struct UnixSocket {
+    listener: UnixListener,
+    file: SocketFile,
+}
+
+impl Drop for UnixSocket {
+    fn drop(&mut self) {
+        self.file.remove();
+    }
 }
 
 impl Listener {
-    /// Binds. A unix socket file left by a dead process is replaced; one that still answers is refused.
+    /// Binds. A unix socket file left by a dead process is replaced; one that still answers is refused, and so is a
+    /// file that is no socket. The file is removed when the listener, or what became of it, is dropped.
     ///
     /// # Errors
     /// The operating system's, with the address named.
@@ -94,15 +116,12 @@ impl Listener {
                 Ok(Self { socket: Socket::Tcp(socket), address })
             }
             Address::Unix(path) => {
-                if path.exists() {
-                    if UnixStream::connect(path).await.is_ok() {
-                        let taken = io::Error::new(io::ErrorKind::AddrInUse, "another process answers there");
-                        return Err(name(taken));
-                    }
-                    std::fs::remove_file(path).map_err(name)?;
-                }
-                let socket = UnixListener::bind(path).map_err(name)?;
-                Ok(Self { socket: Socket::Unix(socket), address: address.clone() })
+                let bind = |path: &Path| SocketFile::bind(path, UNIX_BACKLOG, None);
+                let (file, listener) = bind(path).map_err(|e| name(into_io(e)))?;
+                let listener =
+                    UnixListener::from_std(listener).inspect_err(|_| file.remove()).map_err(name)?;
+                let socket = Socket::Unix(UnixSocket { listener, file });
+                Ok(Self { socket, address: address.clone() })
             }
         }
     }
@@ -114,26 +133,63 @@ impl Listener {
 
     /// The connections, for `serve_with_incoming`.
     pub fn incoming(self) -> Incoming {
-        Incoming(self.socket)
+        Incoming { socket: self.socket, rest: Rest::default() }
     }
 }
 
-/// Stream of accepted connections of either kind.
+fn into_io(error: DoorError) -> io::Error {
+    let kind = match &error {
+        DoorError::Io { source, .. } => source.kind(),
+        DoorError::InUse { .. } => io::ErrorKind::AddrInUse,
+        _ => io::ErrorKind::InvalidInput,
+    };
+    io::Error::new(kind, error.to_string())
+}
+
+/// Lets no accept follow a failed one at once.
+#[derive(Debug, Default)]
+struct Rest(Option<Pin<Box<Sleep>>>);
+
+impl Rest {
+    fn poll<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        accept: impl FnOnce(&mut Context<'_>) -> Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        if let Some(rest) = &mut self.0 {
+            ready!(rest.as_mut().poll(cx));
+            self.0 = None;
+        }
+        let accepted = accept(cx);
+        if let Poll::Ready(Err(_)) = &accepted {
+            self.0 = Some(Box::pin(tokio::time::sleep(ACCEPT_REST)));
+        }
+        accepted
+    }
+}
+
+/// Stream of accepted connections of either kind; it never ends.
 #[derive(Debug)]
-pub struct Incoming(Socket);
+pub struct Incoming {
+    socket: Socket,
+    rest: Rest,
+}
 
 impl Stream for Incoming {
     type Item = io::Result<Connection>;
 
     fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let accepted = match &self.get_mut().0 {
+        let Self { socket, rest } = self.get_mut();
+        let accepted = rest.poll(cx, |cx| match socket {
             Socket::Tcp(listener) => listener.poll_accept(cx).map_ok(|(stream, _)| {
                 // Frames are small and answered at once: never wait to coalesce them.
                 let _ = stream.set_nodelay(true);
                 Connection::Tcp(stream)
             }),
-            Socket::Unix(listener) => listener.poll_accept(cx).map_ok(|(stream, _)| Connection::Unix(stream)),
-        };
+            Socket::Unix(unix) => {
+                unix.listener.poll_accept(cx).map_ok(|(stream, _)| Connection::Unix(stream))
+            }
+        });
         accepted.map(Some)
     }
 }
@@ -188,5 +244,66 @@ impl AsyncWrite for Connection {
 impl From<AddressError> for tonic::Status {
     fn from(e: AddressError) -> Self {
         refuse(Reason::InvalidArgument, e.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    async fn bind(path: &Path) -> io::Result<Listener> {
+        Listener::bind(&Address::Unix(path.to_owned())).await
+    }
+
+    #[tokio::test]
+    async fn a_path_is_taken_from_the_dead_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("service.sock");
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "a killed process leaves its file");
+        let living = bind(&path).await.unwrap();
+        let error = bind(&path).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        assert!(error.to_string().starts_with("cannot listen on unix:"), "{error}");
+        drop(living.incoming());
+        assert!(!path.exists());
+
+        std::fs::write(&path, "precious").unwrap();
+        let error = bind(&path).await.unwrap_err().to_string();
+        assert!(error.contains("not a socket"), "{error}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[tokio::test]
+    async fn a_successor_keeps_its_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("service.sock");
+        let former = bind(&path).await.unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let successor = bind(&path).await.unwrap();
+        drop(former);
+        assert!(UnixStream::connect(&path).await.is_ok());
+        drop(successor);
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn a_failed_accept_is_not_tried_again_at_once() {
+        let (mut rest, mut accepts) = (Rest::default(), 0);
+        let begun = Instant::now();
+        for _ in 0..3 {
+            let failed: io::Result<()> = std::future::poll_fn(|cx| {
+                rest.poll(cx, |_| {
+                    accepts += 1;
+                    Poll::Ready(Err(io::Error::other("no descriptors left")))
+                })
+            })
+            .await;
+            assert!(failed.is_err());
+        }
+        assert_eq!(accepts, 3);
+        assert!(begun.elapsed() >= 2 * ACCEPT_REST, "{:?}", begun.elapsed());
     }
 }

@@ -4,7 +4,7 @@ mod moe;
 mod quant;
 mod rope;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
@@ -12,8 +12,8 @@ pub use moe::{MoeConfig, Scoring, TopkMethod};
 pub use quant::QuantFormat;
 pub use rope::{RopeConfig, Yarn};
 
+use crate::Result;
 use crate::json::{self, Fields};
-use crate::{CheckpointError, Result};
 
 pub(crate) const MAX_WIDTH: usize = 1 << 22;
 pub(crate) const MAX_POSITIONS: usize = 1 << 28;
@@ -34,7 +34,7 @@ pub enum Architecture {
 
 impl Architecture {
     /// What precedes the text model's tensor names on disk.
-    pub fn tensor_prefix(self) -> &'static str {
+    pub(crate) fn tensor_prefix(self) -> &'static str {
         match self {
             Self::DeepseekV2 | Self::DeepseekV3 => "",
             Self::KimiK25 => "language_model.",
@@ -99,8 +99,8 @@ impl TargetConfig {
     ///
     /// Fails on the first field that is missing, out of range or not supported.
     pub fn from_dir(dir: &Path) -> Result<Self> {
-        let path = dir.join(CONFIG);
-        let mut config = Self::from_value(&path, &json::read(&path)?)?;
+        let (path, value) = read_config_json(dir)?;
+        let mut config = Self::from_value(&path, &value)?;
         if config.quantisation == QuantFormat::None {
             config.quantisation = QuantFormat::read_separate(dir)?;
         }
@@ -191,7 +191,7 @@ impl TargetConfig {
     }
 
     /// Width of one head's query and key.
-    pub fn qk_head_dim(&self) -> usize {
+    pub(crate) fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }
 
@@ -246,7 +246,7 @@ fn refuse_unsupported(f: &Fields<'_>) -> Result<()> {
 }
 
 /// The path of a folder's config and its parsed content.
-pub(crate) fn read_config_json(dir: &Path) -> Result<(std::path::PathBuf, Value), CheckpointError> {
+pub(crate) fn read_config_json(dir: &Path) -> Result<(PathBuf, Value)> {
     let path = dir.join(CONFIG);
     let value = json::read(&path)?;
     Ok((path, value))

@@ -13,7 +13,7 @@ pub struct RopeConfig {
 }
 
 /// YaRN context extension.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {
     /// Scale of the context, s.
     pub factor: f64,
@@ -23,9 +23,9 @@ pub struct Yarn {
     pub beta_fast: f64,
     /// Rotations below which a frequency is fully interpolated.
     pub beta_slow: f64,
-    /// Numerator of the magnitude of cos and sin; 0 means unset.
+    /// Coefficient of the numerator of the magnitude of cos and sin; 0 means unset.
     pub mscale: f64,
-    /// Denominator of the same, and squared in the softmax scale; 0 means unset.
+    /// Coefficient of its denominator, and squared in the softmax scale; 0 means unset.
     pub mscale_all_dim: f64,
 }
 

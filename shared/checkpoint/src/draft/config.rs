@@ -188,7 +188,7 @@ fn read_aux_ids(f: &Fields<'_>, eagle: Option<&Fields<'_>>) -> Result<WrittenAux
 }
 
 fn layer_ids(f: &Fields<'_>, key: &str) -> Result<Vec<usize>> {
-    let ids = f.token_ids(key)?;
+    let ids = f.ids(key, "layer")?;
     if ids.is_empty() || ids.len() > MAX_AUX {
         return Err(f.refuse(key, format!("must name 1..={MAX_AUX} layers")));
     }

@@ -163,7 +163,7 @@ fn wrong_or_unknown_tensors_are_named() {
 
 #[test]
 fn variants_that_cannot_run_are_refused_by_field() {
-    let rows: [(&str, Value, &[&str]); 21] = [
+    let rows: [(&str, Value, &[&str]); 22] = [
         (
             "/architectures",
             json!(["Eagle3DeepseekV2ForCausalLM"]),
@@ -188,6 +188,7 @@ fn variants_that_cannot_run_are_refused_by_field() {
         ("/rope_scaling", json!({"rope_type": "llama3"}), &["rope_scaling.rope_type = \"llama3\""]),
         ("/eagle_config/use_aux_hidden_state", json!(false), &["eagle_config.use_aux_hidden_state = false"]),
         ("/eagle_config/norm_before_fc", json!(true), &["eagle_config.norm_before_fc = true"]),
+        ("/eagle_config/eagle_aux_hidden_state_layer_ids", json!([-1]), &["= [-1]", "a list of layer ids"]),
         ("/eagle_config/eagle_aux_hidden_state_layer_ids", json!([]), &["layer_ids = []", "1..=64"]),
     ];
     for (pointer, value, parts) in rows {

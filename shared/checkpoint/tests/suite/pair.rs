@@ -88,6 +88,32 @@ fn a_folder_of_the_wrong_model_is_summed_up() {
     expect(&report, "target-tensors", Status::Fail, &["and ", " more problems"]);
 }
 
+/// A config of a few bytes must not make a list of 25 million problems.
+#[test]
+fn a_boundless_promise_is_summed_up_as_well() {
+    let mut target = Folder::copy(&fixture("v3"));
+    target.set("/num_hidden_layers", json!(1024));
+    target.set("/n_routed_experts", json!(8192));
+    let report = preflight(target.write(), None);
+    assert_eq!(report.checks.iter().filter(|c| c.status == Status::Fail).count(), 21);
+    expect(&report, "target-tensors", Status::Fail, &["and at least ", " more problems"]);
+}
+
+#[test]
+fn json_files_without_end_are_not_read() {
+    let target = Folder::copy(&fixture("v3"));
+    for (file, id) in [("config.json", "target-config"), ("model.safetensors.index.json", "target-tensors")] {
+        let dir = target.write();
+        fs::File::create(dir.join(file)).unwrap().set_len((256 << 20) + 1).unwrap();
+        let part = format!("{file}: cannot read: 268435457 bytes, limit 268435456");
+        expect(&preflight(dir, None), id, Status::Fail, &[&part]);
+        fs::remove_file(dir.join(file)).unwrap();
+        fs::create_dir(dir.join(file)).unwrap();
+        expect(&preflight(dir, None), id, Status::Fail, &[file, "not a regular file"]);
+        fs::remove_dir(dir.join(file)).unwrap();
+    }
+}
+
 #[test]
 fn absent_folders_and_files_are_checks_too() {
     let report = preflight(Path::new("/nonexistent"), Some(Path::new("/nonexistent/draft")));

@@ -25,8 +25,11 @@ macro_rules! lanes {
 }
 
 /// The mask of the first `count` lanes.
+///
+/// # Safety
+/// As for [`Lanes`].
 #[inline(always)]
-fn first(count: usize) -> __m256i {
+unsafe fn first(count: usize) -> __m256i {
     const MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
     let count = count.min(8);
     lanes!(_mm256_loadu_si256(MASKS.as_ptr().add(8 - count).cast()))

@@ -196,6 +196,22 @@ mod tests {
     }
 
     #[test]
+    fn silu_mul_is_accurate_and_the_same_everywhere() {
+        for len in [1, 13, 39, 64, 700] {
+            let gate: Vec<f32> = (0..len).map(|i| ((i * 37 % 101) as f32 - 50.0) / 4.2).collect();
+            let up: Vec<f32> = (0..len).map(|i| ((i * 53 % 97) as f32 - 48.0) / 16.0).collect();
+            let (mut a, mut b) = (vec![0.0; len], vec![0.0; len]);
+            silu_mul(Isa::Scalar, &gate, &up, &mut a);
+            silu_mul(Isa::best(), &gate, &up, &mut b);
+            assert_eq!(a, b);
+            for ((&g, &u), &y) in gate.iter().zip(&up).zip(&a) {
+                let want = f64::from(g) / (1.0 + (-f64::from(g)).exp()) * f64::from(u);
+                assert!((f64::from(y) - want).abs() < 8e-6, "silu({g}) * {u} = {y}, want {want}");
+            }
+        }
+    }
+
+    #[test]
     fn softmax_sums_by_index() {
         for len in [1, 7, 8, 9, 64, 133] {
             let x: Vec<f32> = (0..len).map(|i| ((i * 37 % 101) as f32 - 50.0) / 9.0).collect();

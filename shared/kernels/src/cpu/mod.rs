@@ -44,10 +44,7 @@ impl Isa {
     /// # Errors
     /// The variable names an unknown or unavailable instruction set.
     pub fn from_env() -> Result<Isa> {
-        match std::env::var("EYRIE_ISA") {
-            Ok(name) => name.parse(),
-            Err(_) => Ok(Isa::best()),
-        }
+        std::env::var_os("EYRIE_ISA").map_or(Ok(Isa::best()), |name| name.to_string_lossy().parse())
     }
 
     /// Whether this machine has the instruction set.

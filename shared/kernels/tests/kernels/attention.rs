@@ -1,10 +1,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use eyrie_checkpoint::{Layout, WeightView};
+use eyrie_checkpoint::{Layout, WeightView, Yarn};
 use eyrie_kernels::{
     Cpu, GqaSpec, Isa, MlaDims, MlaWeights, PagedRows, Ragged, RmsNorm, Rope, RopeSpec, RopeStyle, RowRef,
-    YarnSpec, gqa, mla,
+    gqa, mla,
 };
 
 use crate::common::*;
@@ -385,9 +385,9 @@ fn yarn_scales_the_whole_logit() {
     let m = 0.1 * 40f64.ln() + 1.0;
     let scaled: Vec<f32> = q.iter().map(|&q| (f64::from(q) * m * m) as f32).collect();
     let want = run(&model, &scaled);
-    model.rope.yarn = Some(YarnSpec {
+    model.rope.yarn = Some(Yarn {
         factor: 40.0,
-        original_max: 4096,
+        original_max_position_embeddings: 4096,
         beta_fast: 32.0,
         beta_slow: 1.0,
         mscale: 1.0,

@@ -127,8 +127,9 @@ fn wrong_shapes_and_layouts_are_errors_that_name_both() {
     view.layout = Layout::Int4G32;
     let error = Linear::pack(&cpu, &view).unwrap_err().to_string();
     assert_eq!(error, "linear: INT4 input width is 40, limit a multiple of 32");
-    view.layout = Layout::Fp8Block { rows: 128, cols: 128 };
-    assert!(Linear::pack(&cpu, &view).unwrap_err().to_string().contains("fp8 block 128x128"));
+    view.layout = Layout::Bf16Tile16;
+    assert!(Linear::pack(&cpu, &view).unwrap_err().to_string().contains("bf16 tiles of 16 rows"));
+    assert!(Embedding::new(&view).unwrap_err().to_string().ends_with("(supported: F32, F16, BF16)"));
     let (mut int4, _) = weight(&mut Rng(5), Layout::Int4G32, [8, 64]);
     int4.scales = None;
     let error = Linear::pack(&cpu, &int4).unwrap_err().to_string();

@@ -1,9 +1,7 @@
-//! Kernels that work row by row: norm, SwiGLU's product, router, argmax, top-k.
+//! Kernels that work row by row: norm, router, argmax, top-k.
 
-use eyrie_kernels::{
-    Isa, KernelError, Linear, RmsNorm, RouteMethod, Router, RouterSpec, Scoring, argmax, silu_mul,
-    top_k_softmax,
-};
+use eyrie_checkpoint::{Scoring, TopkMethod};
+use eyrie_kernels::{Isa, KernelError, Linear, RmsNorm, Router, RouterSpec, argmax, top_k_softmax};
 
 use crate::common::*;
 
@@ -34,22 +32,6 @@ fn rms_norm_matches_float64_and_every_variant() {
     let error =
         RmsNorm::new(&best(), vec![1.0; 4], 1e-6).unwrap().forward(&tensor(&[0.0; 6], 3)).unwrap_err();
     assert_eq!(error.to_string(), "rms_norm: x is [2, 3], expected [rows, 4]");
-}
-
-#[test]
-fn silu_mul_matches_float64_and_every_variant() {
-    let mut rng = Rng(2);
-    for (rows, width) in [(1, 1), (3, 13), (64, 700)] {
-        let (gate, up) = (rng.values(rows * width, 12.0), rng.values(rows * width, 3.0));
-        let want: Vec<f64> = gate.iter().zip(&up).map(|(&g, &u)| silu(f64::from(g)) * f64::from(u)).collect();
-        let mut first = None;
-        for cpu in variants() {
-            let y = flat(&silu_mul(&cpu, &tensor(&gate, width), &tensor(&up, width)).unwrap());
-            assert_close(&y, &want, 8e-6, "silu_mul");
-            assert_eq!(first.get_or_insert(bits(&y)), &bits(&y));
-        }
-    }
-    assert!(silu_mul(&best(), &tensor(&[0.0; 4], 2), &tensor(&[0.0; 2], 2)).is_err());
 }
 
 #[test]
@@ -90,7 +72,7 @@ const SPEC: RouterSpec = RouterSpec {
     experts: 16,
     per_token: 4,
     scoring: Scoring::Sigmoid,
-    method: RouteMethod::NoAuxTc,
+    method: TopkMethod::NoAuxTc,
     groups: 4,
     top_groups: 2,
     normalise: true,
@@ -118,8 +100,8 @@ fn reference(spec: &RouterSpec, logits: &[f64], bias: Option<&[f32]>) -> (Vec<u3
     if let Some(bias) = bias {
         choice.iter_mut().zip(bias).for_each(|(c, &b)| *c += f64::from(b));
     }
-    if spec.method != RouteMethod::Greedy {
-        let counted = if spec.method == RouteMethod::NoAuxTc { 2 } else { 1 };
+    if spec.method != TopkMethod::Greedy {
+        let counted = if spec.method == TopkMethod::NoAuxTc { 2 } else { 1 };
         let size = spec.experts / spec.groups;
         let groups: Vec<f64> =
             choice.chunks(size).map(|g| best_of(g, counted).iter().map(|&i| g[i]).sum()).collect();
@@ -144,10 +126,10 @@ fn reference(spec: &RouterSpec, logits: &[f64], bias: Option<&[f32]>) -> (Vec<u3
 fn router_matches_float64_for_every_method() {
     let plain = RouterSpec { groups: 1, top_groups: 1, scale: 1.0, normalise: false, ..SPEC };
     let specs = [
-        RouterSpec { scoring: Scoring::Softmax, method: RouteMethod::Greedy, ..plain },
+        RouterSpec { scoring: Scoring::Softmax, method: TopkMethod::Greedy, ..plain },
         RouterSpec {
             scoring: Scoring::Softmax,
-            method: RouteMethod::GroupLimited,
+            method: TopkMethod::GroupLimitedGreedy,
             normalise: false,
             scale: 16.0,
             ..SPEC
@@ -161,7 +143,7 @@ fn router_matches_float64_for_every_method() {
         let gate = rng.values(16 * width, 0.5);
         // All biased scores are negative: a mask of 0 instead of -inf would pick outside experts.
         let bias: Vec<f32> = rng.values(16, 0.2).iter().map(|b| b - 3.0).collect();
-        let bias = (spec.method == RouteMethod::NoAuxTc).then_some(bias);
+        let bias = (spec.method == TopkMethod::NoAuxTc).then_some(bias);
         let x = rng.values(200 * width, 1.0);
         let logits = matmul(&wide(&x), &wide(&gate), width);
         let mut first = None;

@@ -23,6 +23,7 @@ fn rows_that_cannot_be_run_name_the_limit_and_the_value() {
         (refusal(&[], 0, None), ["at least one token", "got 0"]),
         (refusal(&[1; 17], 0, None), ["17 slots needed", "16 reserved"]),
         (refusal(&[1, 2], 15, None), ["17 slots needed", "16 reserved"]),
+        (refusal(&[], 0, Some(&[])), ["0 rows need 0 parents", "got 0"]),
         (refusal(&[1, 2, 3], 0, Some(&[0])), ["3 rows need 2 parents", "got 1"]),
         (refusal(&[1, 2, 3], 0, Some(&[0, 2])), ["parent of row 2 must be at most 1", "got 2"]),
     ] {

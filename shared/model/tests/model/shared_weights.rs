@@ -94,6 +94,12 @@ fn grants_that_lack_or_misdescribe_a_tensor_are_refused() {
     grant.tensors[1].layout = "swizzled".to_owned();
     let error = SharedWeights::import(region(), &grant, epoch).unwrap_err().to_string();
     assert!(error.contains("swizzled"), "{error}");
+    // Sizes whose product wraps around to the bytes that are there; strides of 0 address one element only.
+    let mut grant = built.grant().clone();
+    let head = &mut grant.tensors[1];
+    (head.shape, head.strides) = (vec![(1 << 63) + head.bytes / 2, 1], vec![0, 0]);
+    let error = SharedWeights::import(region(), &grant, epoch).unwrap_err().to_string();
+    assert!(error.contains("lm_head: not supported: strides [0, 0]"), "{error}");
 }
 
 #[test]

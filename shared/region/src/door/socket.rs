@@ -16,20 +16,26 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::DoorError;
 
-/// Clients that may wait while one is served; the kernel holds back the others in `connect`.
-const BACKLOG: i32 = 16;
 const PROBE_TIME: Duration = Duration::from_secs(1);
 
-/// A bound socket path and the file that lies there.
+/// A bound unix socket path and the file that lies there.
+///
+/// It is removed by [`remove`](Self::remove), which its owner calls while the listener is still open: a rival then
+/// finds a living socket or none, and never one that it would replace just before it is removed here.
 #[derive(Debug)]
-pub(super) struct SocketFile {
+pub struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
 }
 
 impl SocketFile {
-    pub(super) fn bind(path: &Path) -> Result<(Self, UnixListener), DoorError> {
+    /// Binds `path` and listens, non-blocking. `backlog` connections may wait to be accepted; `mode` replaces the
+    /// permission bits that the umask would leave. A socket file that nobody answers at is replaced.
+    ///
+    /// # Errors
+    /// [`DoorError::InUse`], [`DoorError::NotASocket`], [`DoorError::PathTooLong`], or the kernel's answer.
+    pub fn bind(path: &Path, backlog: i32, mode: Option<u32>) -> Result<(Self, UnixListener), DoorError> {
         let failed = |action| move |source| DoorError::Io { path: path.to_owned(), action, source };
         let address = address(path)?;
         // Two processes that find the same stale file must not each remove what they find: the second one would
@@ -39,19 +45,20 @@ impl SocketFile {
         rustix::io::retry_on_intr(|| rustix::fs::flock(&directory, FlockOperation::LockExclusive))
             .map_err(|e| failed("lock its directory")(e.into()))?;
         clear_stale(path)?;
-        let listener = listen(&address).map_err(|e| failed("bind it")(e.into()))?;
+        let listener = listen(&address, backlog, mode).map_err(|e| failed("bind it")(e.into()))?;
         let listener = UnixListener::from(listener);
         listener.set_nonblocking(true).map_err(failed("make it non-blocking"))?;
         let meta = std::fs::symlink_metadata(path).map_err(failed("read its metadata"))?;
         Ok((Self { path: path.to_owned(), device: meta.dev(), inode: meta.ino() }, listener))
     }
 
-    pub(super) fn path(&self) -> &Path {
+    /// The path it was bound to.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Removes the file, unless another one has taken its place.
-    pub(super) fn remove(&self) {
+    pub fn remove(&self) {
         if let Ok(meta) = std::fs::symlink_metadata(&self.path)
             && (meta.dev(), meta.ino()) == (self.device, self.inode)
         {
@@ -78,12 +85,14 @@ fn try_connect(address: &SocketAddrUnix, timeout: Duration) -> rustix::io::Resul
     Ok(UnixStream::from(socket))
 }
 
-fn listen(address: &SocketAddrUnix) -> rustix::io::Result<OwnedFd> {
+fn listen(address: &SocketAddrUnix, backlog: i32, mode: Option<u32>) -> rustix::io::Result<OwnedFd> {
     let socket = stream_socket()?;
-    // Linux makes the file with the socket's own mode, so there is no moment at which others could connect.
-    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    if let Some(mode) = mode {
+        // Linux makes the file with the socket's own mode, so there is no moment at which others could connect.
+        rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode))?;
+    }
     rustix::net::bind(&socket, address)?;
-    rustix::net::listen(&socket, BACKLOG)?;
+    rustix::net::listen(&socket, backlog)?;
     Ok(socket)
 }
 
