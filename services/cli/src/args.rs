@@ -15,7 +15,7 @@ pub(crate) struct Cli {
 
 const AFTER_HELP: &str = "\
 Start here:
-  eyrie demo                              serve the bundled pair, watch one completion, compare with plain decoding
+  eyrie demo                              serve the bundled pair, watch one completion
   eyrie doctor --target DIR --draft DIR   can this pair be served? reads headers only
   eyrie up --target DIR --draft DIR       start the three services and keep serving
   eyrie generate --endpoint http://127.0.0.1:7700 --prompt 'def fib(n):'
@@ -42,44 +42,55 @@ pub(crate) enum Command {
     Gateway(GatewayArgs),
 }
 
-/// Which models the three services serve.
+/// Which models the three services serve, and with what means.
 #[derive(Debug, Clone, Args)]
-pub(crate) struct PairArgs {
+pub(crate) struct ModelArgs {
     /// Checkpoint folder of the target [default: the bundled demo model]
     #[arg(long, value_name = "DIR")]
     pub(crate) target: Option<PathBuf>,
-    /// Checkpoint folder of the EAGLE-3 draft head [default: the bundled head with the bundled target, none with another]
+    /// Checkpoint folder of the EAGLE-3 draft head [default: the bundled head with the bundled target,
+    /// none with another]
     #[arg(long, value_name = "DIR", conflicts_with = "no_draft")]
     pub(crate) draft: Option<PathBuf>,
     /// Serve without a draft: plain decoding
     #[arg(long)]
     pub(crate) no_draft: bool,
+    /// What the draft's aux-layer ids mean, entering or after a layer, where its file does not tell
+    #[arg(long, value_name = "MEANING", value_enum, hide_possible_values = true)]
+    pub(crate) aux_convention: Option<AuxMeaning>,
+    /// Compute threads of target and draft [default: the machine's cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) threads: Option<u32>,
+    /// Tokens that the target's KV cache holds [default: 65536]
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_tokens: Option<u32>,
+    /// Prompt rows of one step at most [default: 256]
+    #[arg(long, value_name = "N")]
+    pub(crate) prefill_chunk: Option<u32>,
+}
+
+/// How the three processes are looked after.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct WatchArgs {
     /// Supervise: start a service again when its process dies
     #[arg(long)]
     pub(crate) restart: bool,
     /// Write endpoints and process ids as JSON to this file once a request would succeed
     #[arg(long, value_name = "FILE")]
     pub(crate) ready_file: Option<PathBuf>,
-    /// Compute threads of target and draft [default: the machine's cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub(crate) threads: Option<u32>,
-    /// Tokens that the target's KV cache holds
-    #[arg(long, value_name = "N")]
-    pub(crate) kv_tokens: Option<u32>,
-    /// Prompt rows of one step at most
-    #[arg(long, value_name = "N")]
-    pub(crate) prefill_chunk: Option<u32>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
     #[command(flatten)]
-    pub(crate) pair: PairArgs,
+    pub(crate) models: ModelArgs,
+    #[command(flatten)]
+    pub(crate) watch: WatchArgs,
     /// What to complete
-    #[arg(long, default_value = DEMO_PROMPT)]
+    #[arg(long, value_name = "TEXT", default_value = DEMO_PROMPT)]
     pub(crate) prompt: String,
     /// Tokens to generate
-    #[arg(long, default_value_t = 160, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 160, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_tokens: u32,
     /// Tokens drafted each round
     #[arg(long, default_value_t = 3, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=16))]
@@ -92,7 +103,9 @@ const DEMO_PROMPT: &str =
 #[derive(Debug, Args)]
 pub(crate) struct UpArgs {
     #[command(flatten)]
-    pub(crate) pair: PairArgs,
+    pub(crate) models: ModelArgs,
+    #[command(flatten)]
+    pub(crate) watch: WatchArgs,
     /// Where the gateway serves clients [default: 127.0.0.1:7700, or a free port if that one is taken]
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) listen: Option<Address>,
@@ -104,7 +117,7 @@ pub(crate) struct UpArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     #[command(flatten)]
-    pub(crate) pair: PairArgs,
+    pub(crate) models: ModelArgs,
     /// Tokens to generate for each prompt
     #[arg(long, default_value_t = 96, value_parser = clap::value_parser!(u32).range(2..))]
     pub(crate) max_tokens: u32,
@@ -129,7 +142,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "IDS", value_delimiter = ',')]
     pub(crate) prompt_ids: Option<Vec<u32>>,
     /// `-`: read the prompt as text from standard input
-    #[arg(value_name = "-", value_parser = ["-"])]
+    #[arg(value_name = "-", value_parser = ["-"], hide_possible_values = true)]
     pub(crate) stdin: Option<String>,
     /// Tokens to generate [default: 256, or what the context leaves]
     #[arg(long, value_name = "N")]
@@ -147,7 +160,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) min_p: Option<f32>,
     /// Seed of the draws; the same seed gives the same tokens, with or without a draft
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", allow_negative_numbers = true)]
     pub(crate) seed: Option<u64>,
     /// Stop before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
@@ -183,8 +196,8 @@ pub(crate) struct DoctorArgs {
     /// Checkpoint folder of the draft head
     #[arg(long, value_name = "DIR")]
     pub(crate) draft: Option<PathBuf>,
-    /// What the written aux-layer ids mean, where the file does not tell
-    #[arg(long, value_enum)]
+    /// What the written aux-layer ids mean, entering or after a layer, where the file does not tell
+    #[arg(long, value_name = "MEANING", value_enum, hide_possible_values = true)]
     pub(crate) aux_convention: Option<AuxMeaning>,
     /// Print one JSON object
     #[arg(long)]
@@ -264,8 +277,8 @@ pub(crate) struct DraftArgs {
     /// Compute threads [default: the machine's cores]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<u32>,
-    /// What the written aux-layer ids mean, where the file does not tell
-    #[arg(long, value_enum)]
+    /// What the written aux-layer ids mean, entering or after a layer, where the file does not tell
+    #[arg(long, value_name = "MEANING", value_enum, hide_possible_values = true)]
     pub(crate) aux_convention: Option<AuxMeaning>,
     #[command(flatten)]
     pub(crate) service: ServiceArgs,
@@ -303,7 +316,7 @@ fn parse_tree(s: &str) -> Result<eyrie_wire::v1::TreeShape, String> {
         [top_k, levels, nodes] if top_k > 0 && levels > 0 && nodes > 1 => {
             Ok(eyrie_wire::v1::TreeShape { top_k, levels, nodes })
         }
-        _ => Err("want TOPKxLEVELSxNODES, e.g. 4x5x16".to_owned()),
+        _ => Err("want TOPKxLEVELSxNODES with at least two nodes, e.g. 4x5x16".to_owned()),
     }
 }
 

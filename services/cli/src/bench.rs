@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::args::BenchArgs;
 use crate::client::{self, Client, Drafting};
-use crate::fleet::{Fleet, Links};
+use crate::fleet::{Fleet, Links, interrupted};
 use crate::style::{self, Style};
 
 const PROMPTS: [&str; 4] = [
@@ -32,8 +32,11 @@ struct Setting {
 /// Runs the command.
 pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
     let listen: Address = "127.0.0.1:0".parse()?;
-    let mut fleet = Fleet::start(&args.pair, &listen, Links::Unix).await?;
-    let outcome = measure(&mut fleet, &args).await;
+    let mut fleet = Fleet::start(&args.models, None, &listen, Links::Unix).await?;
+    let outcome = tokio::select! {
+        outcome = measure(&mut fleet, &args) => outcome,
+        () = interrupted()? => Err(anyhow::anyhow!("interrupted")),
+    };
     fleet.stop().await;
     let settings = outcome?;
     if args.json {
@@ -72,7 +75,8 @@ async fn pass(client: &mut Client, setting: &mut Setting, max_tokens: u32) -> an
         let done = client::run(client, client::greedy(prompt, max_tokens, setting.drafting), |_| {}).await?;
         tokens += done.token_ids.len().saturating_sub(1) as f64;
         seconds += done.decoding.as_secs_f64();
-        setting.tokens += done.token_ids.len() as u64;
+        // The first token comes from the prompt and belongs to no round.
+        setting.tokens += done.token_ids.len().saturating_sub(1) as u64;
         setting.rounds += u64::from(done.usage.rounds);
     }
     setting.rates.push(tokens / seconds);
@@ -81,9 +85,7 @@ async fn pass(client: &mut Client, setting: &mut Setting, max_tokens: u32) -> an
 
 impl Setting {
     fn median(&self) -> f64 {
-        let mut sorted = self.rates.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted.get(sorted.len() / 2).copied().unwrap_or_default()
+        client::median(self.rates.clone())
     }
 
     fn tokens_a_round(&self) -> f64 {

@@ -73,16 +73,25 @@ pub(crate) struct Completion {
 }
 
 impl Completion {
-    /// Tokens a second after the first token.
-    pub(crate) fn rate(&self) -> f64 {
+    /// Tokens a second after the first token; none when they all came at once.
+    pub(crate) fn rate(&self) -> Option<f64> {
         let tokens = self.token_ids.len().saturating_sub(1);
-        if self.decoding.is_zero() { 0.0 } else { tokens as f64 / self.decoding.as_secs_f64() }
+        (self.decoding > Duration::from_millis(1)).then(|| tokens as f64 / self.decoding.as_secs_f64())
     }
 
-    /// Tokens a round, the target's own token included.
-    pub(crate) fn accept_length(&self) -> f64 {
-        let rounds = self.usage.rounds.max(1);
-        1.0 + f64::from(self.usage.accepted_tokens) / f64::from(rounds)
+    /// Tokens a round, the target's own included; the first token belongs to no round.
+    pub(crate) fn tokens_a_round(&self) -> f64 {
+        self.token_ids.len().saturating_sub(1) as f64 / f64::from(self.usage.rounds.max(1))
+    }
+}
+
+/// The middle value, or the mean of the two in the middle; 0 of nothing.
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let (low, high) = (values.len().saturating_sub(1) / 2, values.len() / 2);
+    match (values.get(low), values.get(high)) {
+        (Some(low), Some(high)) => (low + high) / 2.0,
+        _ => 0.0,
     }
 }
 

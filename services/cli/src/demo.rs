@@ -1,31 +1,36 @@
 //! `eyrie demo`: the main job on the bundled pair, watched.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use eyrie_wire::v1::{Model, Usage};
 use eyrie_wire::{Address, v1::GetModelRequest};
 
-use crate::args::{DemoArgs, PairArgs};
+use crate::args::{DemoArgs, ModelArgs};
 use crate::client::{self, Completion, Drafting};
-use crate::fleet::{Fleet, Links, Role};
+use crate::fleet::{Fleet, Links, Role, interrupted};
 use crate::generate::Printer;
 use crate::style::{self, Style};
+
+/// Timed runs of each kind.
+const RUNS: usize = 3;
+/// A gain below this is explained.
+const WORTHWHILE: f64 = 1.2;
 
 /// Where the bundled pair lies, from the repository's root.
 const BUNDLED: &str = "deploy/demo";
 
 /// Target and draft folders: as given, else the bundled ones.
-pub(crate) fn pair_dirs(pair: &PairArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
-    let target = match &pair.target {
+pub(crate) fn pair_dirs(models: &ModelArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
+    let target = match &models.target {
         Some(dir) => dir.clone(),
         None => bundled("mini")?,
     };
-    let draft = match (&pair.draft, pair.no_draft) {
+    let draft = match (&models.draft, models.no_draft) {
         (Some(dir), _) => Some(dir.clone()),
         (None, true) => None,
-        (None, false) if pair.target.is_none() => Some(bundled("mini-eagle3")?),
+        (None, false) if models.target.is_none() => Some(bundled("mini-eagle3")?),
         (None, false) => {
             style::warning(
                 "no --draft with this --target: every request is decoded plainly (--no-draft says so on purpose)",
@@ -48,19 +53,14 @@ fn bundled(name: &str) -> anyhow::Result<PathBuf> {
         .with_context(|| format!("no {BUNDLED}/{name} above the working directory or the binary: give --target DIR and --draft DIR"))
 }
 
-/// Canonical capture set that the draft wants, after the pair checks.
-pub(crate) fn aux_layers(target: &Path, draft: &Path) -> anyhow::Result<Vec<usize>> {
-    crate::doctor::require_pair(target, draft)
-}
-
 /// Runs the command.
 pub(crate) async fn demo(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let style = Style::stderr();
     let listen: Address = "127.0.0.1:0".parse()?;
-    let mut fleet = Fleet::start(&args.pair, &listen, Links::Unix).await?;
+    let mut fleet = Fleet::start(&args.models, args.watch.ready_file.clone(), &listen, Links::Unix).await?;
     let outcome = tokio::select! {
         outcome = show(&mut fleet, &args, style) => outcome,
-        _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
+        () = interrupted()? => Err(anyhow::anyhow!("interrupted")),
     };
     fleet.stop().await;
     outcome.map(|()| ExitCode::SUCCESS)
@@ -72,11 +72,19 @@ async fn show(fleet: &mut Fleet, args: &DemoArgs, style: Style) -> anyhow::Resul
     let (gateway, drafted) = (fleet.gateway.clone(), fleet.draft.is_some());
     tokio::select! {
         compared = compare(&gateway, drafted, args, style) => compared,
-        ended = fleet.supervise(args.pair.restart) => Err(ended),
+        ended = fleet.supervise(args.watch.restart) => Err(ended),
     }
 }
 
-/// Streams one completion, then runs it plain and drafted back to back.
+/// What the demo saw.
+struct Comparison {
+    shown: Completion,
+    plain: Vec<Completion>,
+    drafted: Vec<Completion>,
+    model: Model,
+}
+
+/// Streams one completion, then runs it plain and drafted in turn.
 async fn compare(gateway: &Address, drafted: bool, args: &DemoArgs, style: Style) -> anyhow::Result<()> {
     let drafting = if drafted { Drafting::Chain(args.max_draft_tokens) } else { Drafting::Plain };
     let request = |drafting| client::greedy(&args.prompt, args.max_tokens, drafting);
@@ -87,13 +95,18 @@ async fn compare(gateway: &Address, drafted: bool, args: &DemoArgs, style: Style
     let shown = client::run(&mut client, request(drafting), |c| printer.chunk(c)).await?;
     printer.end()?;
 
-    // The shown run has warmed both up.
-    let plain = client::run(&mut client, request(Drafting::Plain), |_| {}).await?;
-    let fast = client::run(&mut client, request(drafting), |_| {}).await?;
-    let model = client.get_model(GetModelRequest {}).await.map_err(client::status_line)?.into_inner();
-    summarise(&shown, &plain, &fast, &model, drafted, style);
+    // The shown run has warmed both up; taking turns lets a slow spell of the machine hit both.
+    let mut seen = Comparison { shown, plain: Vec::new(), drafted: Vec::new(), model: Model::default() };
+    for _ in 0..RUNS {
+        seen.plain.push(client::run(&mut client, request(Drafting::Plain), |_| {}).await?);
+        if drafted {
+            seen.drafted.push(client::run(&mut client, request(drafting), |_| {}).await?);
+        }
+    }
+    seen.model = client.get_model(GetModelRequest {}).await.map_err(client::status_line)?.into_inner();
+    seen.summarise(style);
     anyhow::ensure!(
-        shown.token_ids == plain.token_ids && fast.token_ids == plain.token_ids,
+        seen.is_lossless(),
         "speculative and plain tokens differ: this must never happen, please report it"
     );
     Ok(())
@@ -120,42 +133,58 @@ fn introduce(fleet: &Fleet, model: &Model, style: Style) {
     }
 }
 
-fn summarise(
-    shown: &Completion,
-    plain: &Completion,
-    fast: &Completion,
-    model: &Model,
-    drafted: bool,
-    style: Style,
-) {
-    let usage = &shown.usage;
-    style::note("");
-    style::note(&format!(
-        "{}  {} tokens in {} rounds, {:.2} tokens a round",
-        style.bold("summary"),
-        usage.completion_tokens,
-        usage.rounds,
-        shown.accept_length()
-    ));
-    if drafted {
+impl Comparison {
+    fn is_lossless(&self) -> bool {
+        self.plain.iter().chain(&self.drafted).all(|run| run.token_ids == self.shown.token_ids)
+    }
+
+    fn summarise(&self, style: Style) {
+        let usage = &self.shown.usage;
+        style::note(&format!(
+            "\n{}  {} tokens in {} rounds, {:.2} tokens a round",
+            style.bold("summary"),
+            usage.completion_tokens,
+            usage.rounds,
+            self.shown.tokens_a_round()
+        ));
+        let plain = client::median(self.plain.iter().filter_map(Completion::rate).collect());
+        if self.drafted.is_empty() {
+            style::note(&format!("  plain                  {plain:.0} tokens/s"));
+        } else {
+            self.summarise_drafts(plain, style);
+        }
+        let verdict = if self.is_lossless() { style.good("identical") } else { style.bad("DIFFERENT") };
+        style::note(&format!("  speculative vs plain   {verdict} tokens"));
+    }
+
+    fn summarise_drafts(&self, plain: f64, style: Style) {
+        let usage = &self.shown.usage;
         style::note(&format!("  accepted by position   {}", by_position(usage)));
-    }
-    style::note(&format!("  plain                  {:.0} tokens/s", plain.rate()));
-    if drafted {
+        let missed: u32 =
+            self.drafted.iter().chain([&self.shown]).map(|run| run.usage.rounds_without_draft).sum();
+        if missed > 0 {
+            let line = format!("  without a draft        {missed} rounds: the draft was away");
+            style::note(&style.warn(&line));
+        }
+        let fast = client::median(self.drafted.iter().filter_map(Completion::rate).collect());
+        style::note(&format!("  plain                  {plain:.0} tokens/s"));
         style::note(&format!(
-            "  speculative            {:.0} tokens/s, {:.2} x plain",
-            fast.rate(),
-            fast.rate() / plain.rate().max(f64::MIN_POSITIVE)
+            "  speculative            {fast:.0} tokens/s, {:.2} x plain (medians of {RUNS} runs in turn)",
+            fast / plain.max(f64::MIN_POSITIVE)
         ));
-        style::note(&format!(
-            "  shared without copy    {} of the target's memory mapped by the draft ({})",
-            style::bytes(model.shared_bytes),
-            model.shared_kind
-        ));
+        if self.model.shared_bytes > 0 {
+            style::note(&format!(
+                "  shared without copy    {} of the target's memory mapped by the draft ({})",
+                style::bytes(self.model.shared_bytes),
+                self.model.shared_kind
+            ));
+        }
+        if fast < WORTHWHILE * plain {
+            let why =
+                "  small models gain little: a plain step costs hardly more than a draft; see eyrie bench";
+            style::note(&style.dim(why));
+        }
     }
-    let same = shown.token_ids == plain.token_ids && fast.token_ids == plain.token_ids;
-    let verdict = if same { style.good("identical") } else { style.bad("DIFFERENT") };
-    style::note(&format!("  speculative vs plain   {verdict} tokens"));
 }
 
 /// "1: 85 %  2: 70 %": of the rounds that drafted a position, how many accepted it.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use eyrie_checkpoint::pair::{Report, Status, preflight, preflight_with};
+use eyrie_checkpoint::pair::{Report, Status, preflight_with};
 use eyrie_checkpoint::{AuxConvention, DraftConfig, TargetConfig, aux_ids};
 
 use crate::args::{AuxMeaning, DoctorArgs};
@@ -54,33 +54,38 @@ fn print(out: &mut impl Write, report: &Report, started: Instant) -> std::io::Re
         (1, _) => style.bad("refused: 1 problem"),
         (n, _) => style.bad(&format!("refused: {n} problems")),
     };
-    let seconds = started.elapsed().as_secs_f64();
-    writeln!(out, "{verdict} ({warned} warnings, headers read in {seconds:.2} s)")
+    let milliseconds = started.elapsed().as_secs_f64() * 1e3;
+    let warnings = if warned == 1 { "1 warning".to_owned() } else { format!("{warned} warnings") };
+    writeln!(out, "{verdict} ({warnings}, headers read in {milliseconds:.0} ms)")
 }
 
-/// The canonical capture set of a pair that passes every check.
+/// Refuses a folder or pair that fails a check.
 ///
 /// # Errors
 /// The first failed check, as one line.
-pub(crate) fn require_pair(target: &Path, draft: &Path) -> anyhow::Result<Vec<usize>> {
-    require(&preflight(target, Some(draft)))?;
-    let layers = TargetConfig::from_dir(target)?.num_hidden_layers;
-    Ok(aux_ids(&DraftConfig::from_dir(draft)?, layers, None)?.canonical)
-}
-
-/// Refuses a target that fails a check.
-///
-/// # Errors
-/// The first failed check, as one line.
-pub(crate) fn require_target(target: &Path) -> anyhow::Result<()> {
-    require(&preflight(target, None))
-}
-
-fn require(report: &Report) -> anyhow::Result<()> {
+pub(crate) fn require(
+    target: &Path,
+    draft: Option<&Path>,
+    aux_convention: Option<AuxMeaning>,
+) -> anyhow::Result<()> {
+    let report = preflight_with(target, draft, aux_convention.map(Into::into));
     let mut failed = report.checks.iter().filter(|c| c.status == Status::Fail);
     let Some(first) = failed.next() else { return Ok(()) };
     match failed.count() {
         0 => anyhow::bail!("{}", first.message),
         more => anyhow::bail!("{} (and {more} more: see eyrie doctor)", first.message),
     }
+}
+
+/// The canonical capture set that a draft wants of a target.
+///
+/// # Errors
+/// A config that cannot be read, or ids whose meaning stays open.
+pub(crate) fn capture_set(
+    target: &Path,
+    draft: &Path,
+    aux_convention: Option<AuxMeaning>,
+) -> anyhow::Result<Vec<usize>> {
+    let layers = TargetConfig::from_dir(target)?.num_hidden_layers;
+    Ok(aux_ids(&DraftConfig::from_dir(draft)?, layers, aux_convention.map(Into::into))?.canonical)
 }

@@ -6,6 +6,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use clap::ValueEnum;
 use eyrie_wire::Address;
 use eyrie_wire::v1::generation_client::GenerationClient;
 use eyrie_wire::v1::target_client::TargetClient;
@@ -17,8 +18,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
 
-use crate::args::PairArgs;
-use crate::{demo, style};
+use crate::args::ModelArgs;
+use crate::{demo, doctor, style};
 
 /// How often readiness is asked for while something starts.
 const POLL: Duration = Duration::from_millis(25);
@@ -103,8 +104,13 @@ pub(crate) struct Exited {
 
 impl Fleet {
     /// Starts the processes; `listen` with port 0 takes a free port.
-    pub(crate) async fn start(pair: &PairArgs, listen: &Address, links: Links) -> anyhow::Result<Self> {
-        let (target_dir, draft_dir) = demo::pair_dirs(pair)?;
+    pub(crate) async fn start(
+        models: &ModelArgs,
+        ready_file: Option<PathBuf>,
+        listen: &Address,
+        links: Links,
+    ) -> anyhow::Result<Self> {
+        let (target_dir, draft_dir) = demo::pair_dirs(models)?;
         let directory = tempfile::Builder::new()
             .prefix("eyrie-")
             .tempdir()
@@ -117,23 +123,19 @@ impl Fleet {
         };
         let target = place(Role::Target)?;
         let draft = draft_dir.as_ref().map(|_| place(Role::Draft)).transpose()?;
-        let gateway = match listen {
-            Address::Tcp(host_port) if host_port.ends_with(":0") => {
-                Address::Tcp(format!("{}:{}", &host_port[..host_port.len() - 2], free_port()?))
-            }
-            given => given.clone(),
-        };
+        let gateway = client_address(listen)?;
+        doctor::require(&target_dir, draft_dir.as_deref(), models.aux_convention)?;
         let mut fleet = Self {
             services: Vec::new(),
             gateway: gateway.clone(),
             target: target.clone(),
             draft: draft.clone(),
             directory,
-            ready_file: pair.ready_file.clone(),
+            ready_file,
         };
-        fleet.spawn(Role::Target, target_args(pair, &target_dir, draft_dir.as_deref(), &target)?)?;
+        fleet.spawn(Role::Target, target_args(models, &target_dir, draft_dir.as_deref(), &target)?)?;
         if let (Some(dir), Some(address)) = (&draft_dir, &draft) {
-            fleet.spawn(Role::Draft, draft_args(pair, dir, address, &target))?;
+            fleet.spawn(Role::Draft, draft_args(models, dir, address, &target))?;
         }
         let mut args = vec!["gateway".to_owned(), "--listen".to_owned(), gateway.to_string()];
         args.extend(["--target".to_owned(), target.to_string()]);
@@ -219,9 +221,11 @@ impl Fleet {
         Ok(model)
     }
 
+    /// The model, when our own gateway and not a stranger on its port says that a request would succeed.
     async fn ready_model(&self) -> Option<Model> {
         let model = get_model(&self.gateway).await?;
-        (self.draft.is_none() || model.speculating).then_some(model)
+        let ours = self.pid(Role::Gateway) == Some(model.pid);
+        (ours && (self.draft.is_none() || model.speculating)).then_some(model)
     }
 
     /// Replaces the ready file in one step.
@@ -289,7 +293,8 @@ impl Fleet {
         );
         style::warning(&format!("{}; serving goes on without a draft", exited.line()));
         self.services.retain(|s| s.role != Role::Draft);
-        Ok(())
+        self.draft = None;
+        self.write_ready_file()
     }
 
     /// Waits until a restarted fleet serves again; a service that dies meanwhile is started again too.
@@ -322,6 +327,8 @@ impl Fleet {
     pub(crate) async fn stop(mut self) {
         for role in [Role::Gateway, Role::Draft, Role::Target] {
             let Some(service) = self.services.iter_mut().find(|s| s.role == role) else { continue };
+            // Waiting for a child closes its standard input, which says that we are gone.
+            let _held = service.child.stdin.take();
             if let Some(pid) = i32::try_from(service.pid).ok().and_then(rustix::process::Pid::from_raw) {
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
             }
@@ -337,16 +344,16 @@ impl Fleet {
 }
 
 impl Exited {
-    /// One line for people. A process that a signal ended had no last word.
+    /// One line for people, with the error that the process ended with. Killed, it had no last word.
     pub(crate) fn line(&self) -> String {
-        let silent = self.status.signal().is_some() || self.last_line.is_empty();
-        let why = if silent { String::new() } else { format!(": {}", self.last_line) };
+        let told = self.last_line.strip_prefix("error: ").filter(|_| self.status.signal().is_none());
+        let why = told.map(|line| format!(": {line}")).unwrap_or_default();
         format!("{} ended ({}){why}", self.role.name(), self.status)
     }
 }
 
 fn target_args(
-    pair: &PairArgs,
+    models: &ModelArgs,
     dir: &Path,
     draft: Option<&Path>,
     listen: &Address,
@@ -354,16 +361,16 @@ fn target_args(
     let mut args = vec!["target".to_owned(), "--model".to_owned(), path_arg(dir)];
     args.extend(["--listen".to_owned(), listen.to_string()]);
     if let Some(draft) = draft {
-        let ids = demo::aux_layers(dir, draft)?;
+        let ids = doctor::capture_set(dir, draft, models.aux_convention)?;
         args.extend([
             "--aux-layers".to_owned(),
             ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
         ]);
     }
     let numbers = [
-        ("--threads", pair.threads),
-        ("--kv-tokens", pair.kv_tokens),
-        ("--prefill-chunk", pair.prefill_chunk),
+        ("--threads", models.threads),
+        ("--kv-tokens", models.kv_tokens),
+        ("--prefill-chunk", models.prefill_chunk),
     ];
     for (name, value) in numbers {
         if let Some(value) = value {
@@ -373,17 +380,41 @@ fn target_args(
     Ok(args)
 }
 
-fn draft_args(pair: &PairArgs, dir: &Path, listen: &Address, target: &Address) -> Vec<String> {
+fn draft_args(models: &ModelArgs, dir: &Path, listen: &Address, target: &Address) -> Vec<String> {
     let mut args = vec!["draft".to_owned(), "--model".to_owned(), path_arg(dir)];
     args.extend(["--listen".to_owned(), listen.to_string(), "--target".to_owned(), target.to_string()]);
-    if let Some(threads) = pair.threads {
+    if let Some(threads) = models.threads {
         args.extend(["--threads".to_owned(), threads.to_string()]);
+    }
+    if let Some(meaning) = models.aux_convention.and_then(|m| m.to_possible_value()) {
+        args.extend(["--aux-convention".to_owned(), meaning.get_name().to_owned()]);
     }
     args
 }
 
+/// Where clients connect: as given if nobody is there, a free port for port 0.
+fn client_address(listen: &Address) -> anyhow::Result<Address> {
+    let Address::Tcp(host_port) = listen else { return Ok(listen.clone()) };
+    let socket =
+        std::net::TcpListener::bind(host_port).with_context(|| format!("cannot listen on {listen}"))?;
+    let (host, _) = host_port.rsplit_once(':').context("an address without a port")?;
+    Ok(Address::Tcp(format!("{host}:{}", socket.local_addr()?.port())))
+}
+
 fn path_arg(path: &Path) -> String {
     path.to_string_lossy().into_owned()
+}
+
+/// Listens for Ctrl-C and SIGTERM; the future resolves at the first of them.
+pub(crate) fn interrupted() -> anyhow::Result<impl Future<Output = ()>> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    })
 }
 
 /// A port that was free a moment ago.

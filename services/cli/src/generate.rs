@@ -111,14 +111,16 @@ impl Printer {
 fn summary(done: &Completion) -> String {
     let usage = &done.usage;
     let mut line = format!(
-        "{} tokens ({}) in {} rounds, {:.2} a round, {:.0} tokens/s, first token after {:.0} ms",
+        "{} tokens ({}) in {} rounds, {:.2} a round, first token after {:.0} ms",
         usage.completion_tokens,
         finish_name(done.finish),
         usage.rounds,
-        done.accept_length(),
-        done.rate(),
+        done.tokens_a_round(),
         done.first_token.as_secs_f64() * 1e3,
     );
+    if let Some(rate) = done.rate() {
+        line += &format!(", then {rate:.0} tokens/s");
+    }
     if usage.rounds_without_draft > 0 {
         line += &format!(", {} rounds had no draft", usage.rounds_without_draft);
     }

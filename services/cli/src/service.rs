@@ -14,7 +14,7 @@ use crate::doctor;
 
 /// Runs the target service until it is drained.
 pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
-    doctor::require_target(&args.model)?;
+    doctor::require(&args.model, None, None)?;
     let drain = begin(&args.service)?;
     let defaults = eyrie_target::TargetOptions::new(args.model, args.listen);
     let options = eyrie_target::TargetOptions {

@@ -3,10 +3,9 @@
 use std::process::ExitCode;
 
 use eyrie_wire::Address;
-use tokio::signal::unix::{SignalKind, signal};
 
-use crate::args::{PairArgs, UpArgs};
-use crate::fleet::{Fleet, Links, Role};
+use crate::args::UpArgs;
+use crate::fleet::{Fleet, Links, Role, interrupted};
 use crate::style::{self, Style};
 
 /// Where clients look first.
@@ -16,13 +15,10 @@ const DEFAULT_PORT: u16 = 7700;
 pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
     let links = if args.tcp { Links::Tcp } else { Links::Unix };
     let listen = args.listen.map_or_else(default_listen, Ok)?;
-    let mut fleet = Fleet::start(&args.pair, &listen, links).await?;
-    let mut interrupted = signal(SignalKind::interrupt())?;
-    let mut terminated = signal(SignalKind::terminate())?;
+    let mut fleet = Fleet::start(&args.models, args.watch.ready_file, &listen, links).await?;
     let served = tokio::select! {
-        served = serve(&mut fleet, &args.pair) => served,
-        _ = interrupted.recv() => Ok(()),
-        _ = terminated.recv() => Ok(()),
+        served = serve(&mut fleet, args.watch.restart) => served,
+        () = interrupted()? => Ok(()),
     };
     if served.is_ok() {
         style::note("draining: running requests end, new ones are refused");
@@ -38,7 +34,7 @@ fn default_listen() -> anyhow::Result<Address> {
     Ok(format!("127.0.0.1:{port}").parse()?)
 }
 
-async fn serve(fleet: &mut Fleet, pair: &PairArgs) -> anyhow::Result<()> {
+async fn serve(fleet: &mut Fleet, restart: bool) -> anyhow::Result<()> {
     let model = fleet.wait_ready().await?;
     let style = Style::stderr();
     style::note(&format!("{} {} is served", style.good("ready"), style.bold(&model.name)));
@@ -60,5 +56,5 @@ async fn serve(fleet: &mut Fleet, pair: &PairArgs) -> anyhow::Result<()> {
         "  try      eyrie generate --endpoint {} --prompt 'def main():'   (Ctrl-C ends)",
         fleet.gateway
     )));
-    Err(fleet.supervise(pair.restart).await)
+    Err(fleet.supervise(restart).await)
 }

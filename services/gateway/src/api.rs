@@ -108,6 +108,7 @@ impl Api {
             context_length: card.context_length,
             max_draft_tokens: self.gateway.draft_limit().unwrap_or(rows - 1).min(rows - 1),
             eos_ids: card.eos_ids.clone(),
+            pid: std::process::id(),
             ..Default::default()
         };
         match self.gateway.draft.as_ref().map(|link| link.state()) {

@@ -18,19 +18,18 @@ pub(crate) struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// A loader of everything but the embedding and head, which shared weights hold.
+    /// A loader of everything but the embedding and head: shared weights hold them, and they count as read.
     pub(crate) fn new(
         checkpoint: &'a TargetCheckpoint,
         cpu: &'a Cpu,
         progress: &'a mut dyn FnMut(Progress),
     ) -> Result<Self> {
         let shared = model_tensors(checkpoint.config());
-        let mut total = checkpoint.account().loaded.bytes;
-        total = total.saturating_sub(checkpoint.linear(&shared.embed.name)?.bytes().len() as u64);
+        let mut done = checkpoint.linear(&shared.embed.name)?.bytes().len() as u64;
         if shared.head != shared.embed {
-            total = total.saturating_sub(checkpoint.linear(&shared.head.name)?.bytes().len() as u64);
+            done += checkpoint.linear(&shared.head.name)?.bytes().len() as u64;
         }
-        Ok(Self { checkpoint, cpu, progress, done: 0, total })
+        Ok(Self { checkpoint, cpu, progress, done, total: checkpoint.account().loaded.bytes })
     }
 
     pub(crate) fn cpu(&self) -> &Cpu {
