@@ -28,12 +28,13 @@ impl Detokenizer {
         for chunk in self.pending.utf8_chunks() {
             text.push_str(chunk.valid());
             read += chunk.valid().len();
-            // Bytes that more bytes may still complete stay; only the last chunk can have them.
-            if chunk.invalid().is_empty() || may_complete(chunk.invalid()) {
+            let end = read + chunk.invalid().len();
+            // Only the end of the bytes can still be completed: a character cut short by another is broken.
+            if chunk.invalid().is_empty() || (end == self.pending.len() && may_complete(chunk.invalid())) {
                 break;
             }
             text.push(char::REPLACEMENT_CHARACTER);
-            read += chunk.invalid().len();
+            read = end;
         }
         self.pending.drain(..read);
         Ok(text)
