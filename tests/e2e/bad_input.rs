@@ -154,6 +154,7 @@ fn broken_folders_are_refused_by_doctor_and_by_every_start() {
             &["config.json", "LlamaForCausalLM"],
         ),
         (spoiled(&mini(), "config.json", replace("{", "{{")), &["config.json"]),
+        (spoiled(&mini(), "tokenizer.json", |_| Some(b"{".to_vec())), &["tokenizer.json"]),
     ];
     for (folder, parts) in &targets {
         let path = folder.path().to_str().unwrap();

@@ -5,11 +5,16 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use eyrie_checkpoint::pair::{Report, Status, preflight_with};
+use eyrie_checkpoint::pair::{Check, Report, Status, preflight_with};
 use eyrie_checkpoint::{AuxConvention, DraftConfig, TargetConfig, aux_ids};
+
+use eyrie_text::Tokenizer;
 
 use crate::args::{AuxMeaning, DoctorArgs};
 use crate::style::Style;
+
+/// The check that is about tokenizer files.
+const TOKENIZER: &str = "tokenizer";
 
 impl From<AuxMeaning> for AuxConvention {
     fn from(meaning: AuxMeaning) -> Self {
@@ -23,7 +28,7 @@ impl From<AuxMeaning> for AuxConvention {
 /// Runs the command.
 pub(crate) fn doctor(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
     let started = Instant::now();
-    let report = preflight_with(&args.target, args.draft.as_deref(), args.aux_convention.map(Into::into));
+    let report = examine(&args.target, args.draft.as_deref(), args.aux_convention);
     let mut out = std::io::stdout().lock();
     if args.json {
         let mut value = serde_json::to_value(&report)?;
@@ -34,6 +39,19 @@ pub(crate) fn doctor(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
         print(&mut out, &report, started)?;
     }
     Ok(if report.passes() { ExitCode::SUCCESS } else { ExitCode::from(crate::FAILED) })
+}
+
+/// The header checks, and whether a tokenizer that is there can be read.
+fn examine(target: &Path, draft: Option<&Path>, aux_convention: Option<AuxMeaning>) -> Report {
+    let mut report = preflight_with(target, draft, aux_convention.map(Into::into));
+    if target.join("tokenizer.json").exists()
+        && let Err(e) = Tokenizer::from_dir(target)
+    {
+        let message = e.to_string();
+        report.checks.retain(|check| check.id != TOKENIZER);
+        report.checks.push(Check { id: TOKENIZER, status: Status::Fail, message });
+    }
+    report
 }
 
 fn print(out: &mut impl Write, report: &Report, started: Instant) -> std::io::Result<()> {
@@ -68,7 +86,7 @@ pub(crate) fn require(
     draft: Option<&Path>,
     aux_convention: Option<AuxMeaning>,
 ) -> anyhow::Result<()> {
-    let report = preflight_with(target, draft, aux_convention.map(Into::into));
+    let report = examine(target, draft, aux_convention);
     let mut failed = report.checks.iter().filter(|c| c.status == Status::Fail);
     let Some(first) = failed.next() else { return Ok(()) };
     match failed.count() {

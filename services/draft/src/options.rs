@@ -30,7 +30,7 @@ pub struct DraftOptions {
 }
 
 impl DraftOptions {
-    /// Defaults for the head in `model_dir`: all threads, 65,536 cached positions, 64 sequences, 16 draft tokens.
+    /// Defaults for the head in `model_dir`: all threads, 65,536 cached positions, 64 sequences, 63 draft tokens.
     pub fn new(model_dir: PathBuf, listen: Address, target: Address) -> Self {
         Self {
             model_dir,
@@ -40,7 +40,7 @@ impl DraftOptions {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::best(),
             max_sequences: 64,
-            max_draft_tokens: 16,
+            max_draft_tokens: MAX_VERIFY_ROWS - 1,
             aux_convention: None,
         }
     }

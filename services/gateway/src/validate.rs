@@ -141,6 +141,8 @@ fn plan(speculation: Option<&Speculation>, card: &ModelCard, draft: Option<u32>)
         }
     };
     let rows = card.max_verify_rows.clamp(1, MAX_VERIFY_ROWS as u32);
+    // Both the target's verify width and the draft bound what is drafted; the root is not drafted.
+    let limit = draft.unwrap_or(u32::MAX).min(rows - 1);
     match (wanted.max_draft_tokens, wanted.tree) {
         (Some(_), Some(_)) => {
             Err(invalid("speculation.tree excludes speculation.max_draft_tokens, given both".to_owned()))
@@ -151,7 +153,6 @@ fn plan(speculation: Option<&Speculation>, card: &ModelCard, draft: Option<u32>)
         (None, Some(_)) if off => Err(invalid("speculation.tree must be unset with mode OFF".to_owned())),
         (Some(0), None) => Ok(Plan::Off),
         (Some(k), None) => {
-            let limit = draft.unwrap_or(u32::MAX).min(rows - 1);
             if k > limit {
                 let line = format!("speculation.max_draft_tokens must be at most {limit}, given {k}");
                 return Err(invalid(line));
@@ -159,8 +160,9 @@ fn plan(speculation: Option<&Speculation>, card: &ModelCard, draft: Option<u32>)
             Ok(Plan::Chain(k))
         }
         (None, Some(tree)) => {
-            if tree.nodes > rows {
-                let line = format!("speculation.tree.nodes must be at most {rows}, given {}", tree.nodes);
+            if tree.nodes > limit + 1 {
+                let line =
+                    format!("speculation.tree.nodes must be at most {}, given {}", limit + 1, tree.nodes);
                 return Err(invalid(line));
             }
             TreeShape::try_new(tree.top_k as usize, tree.levels as usize, tree.nodes as usize)
@@ -305,7 +307,7 @@ mod tests {
             ),
             (
                 speculate(Speculation { tree: tree(4, 5, 16), ..base() }),
-                "speculation.tree.nodes must be at most 8, given 16",
+                "speculation.tree.nodes must be at most 6, given 16",
             ),
             (
                 speculate(Speculation { tree: tree(0, 5, 8), ..base() }),
@@ -351,8 +353,8 @@ mod tests {
         assert_eq!(plan(Speculation { mode: Mode::Off as i32, ..base() }), Plan::Off);
         assert_eq!(plan(Speculation { max_draft_tokens: Some(0), ..base() }), Plan::Off);
         assert_eq!(plan(Speculation { max_draft_tokens: Some(5), ..base() }), Plan::Chain(5));
-        let tree = WireTree { top_k: 2, levels: 2, nodes: 7 };
-        let shape = TreeShape::try_new(2, 2, 7).unwrap();
+        let tree = WireTree { top_k: 2, levels: 2, nodes: 6 };
+        let shape = TreeShape::try_new(2, 2, 6).unwrap();
         assert_eq!(plan(Speculation { tree: Some(tree), ..base() }), Plan::Tree(shape));
         let status = admit(GenerateRequest { stop: vec!["\n".into()], ..request() }, &served(), defaults())
             .unwrap_err();

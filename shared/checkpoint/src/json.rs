@@ -6,6 +6,9 @@ use serde_json::{Map, Value};
 
 use crate::{CheckpointError, Result};
 
+/// Largest number a config may hold: it is multiplied in float32, whose range ends at 3.4e38.
+const LARGEST: f64 = 1e30;
+
 /// Largest JSON file read: many times the index of the largest published checkpoint.
 const MAX_BYTES: u64 = 256 << 20;
 
@@ -113,26 +116,26 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A finite number above zero.
+    /// A number above zero that float32 arithmetic can bear.
     pub(crate) fn positive(&self, key: &str, default: f64) -> Result<f64> {
         Ok(self.opt_positive(key)?.unwrap_or(default))
     }
 
-    /// A finite number above zero, if there.
+    /// The same, if there.
     pub(crate) fn opt_positive(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        match value.as_f64().filter(|n| n.is_finite() && *n > 0.0) {
+        match value.as_f64().filter(|n| *n > 0.0 && *n <= LARGEST) {
             Some(n) => Ok(Some(n)),
-            None => Err(self.refuse(key, "must be a finite number above 0")),
+            None => Err(self.refuse(key, "must be a number above 0 and at most 1e30")),
         }
     }
 
-    /// A finite number of at least zero.
+    /// A number of at least zero that float32 arithmetic can bear.
     pub(crate) fn non_negative(&self, key: &str, default: f64) -> Result<f64> {
         let Some(value) = self.get(key) else { return Ok(default) };
-        match value.as_f64().filter(|n| n.is_finite() && *n >= 0.0) {
+        match value.as_f64().filter(|n| (0.0..=LARGEST).contains(n)) {
             Some(n) => Ok(n),
-            None => Err(self.refuse(key, "must be a finite number of at least 0")),
+            None => Err(self.refuse(key, "must be a number of at least 0 and at most 1e30")),
         }
     }
 

@@ -18,19 +18,35 @@ pub enum Layout {
     /// compressed-tensors pack-quantized: signed 4-bit plus 8, columns `2b` and `2b + 1` in the low and high
     /// nibble of byte `b` of a row; one bf16 scale per 32 columns.
     Int4G32,
+    /// e4m3fn bytes with one scale per `rows` × `cols` block; the last block of a side may be ragged.
+    Fp8Block {
+        /// Output rows a scale covers.
+        rows: usize,
+        /// Input columns a scale covers.
+        cols: usize,
+    },
+    /// e2m1 nibbles with one e4m3 scale per `group` columns and one float32 scale per tensor.
+    Nvfp4 {
+        /// Input columns a block scale covers.
+        group: usize,
+        /// The tensor scale as bits of a float32, to be multiplied.
+        global_scale: u32,
+    },
     /// The CPU kernels' tile form of bf16, 16 output rows per tile; only inside shared regions, never on disk.
     Bf16Tile16,
 }
 
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::Int4G32 => "int4 group 32",
-            Self::Bf16Tile16 => "bf16 tiles of 16 rows",
-        })
+        match self {
+            Self::F32 => f.write_str("f32"),
+            Self::F16 => f.write_str("f16"),
+            Self::Bf16 => f.write_str("bf16"),
+            Self::Int4G32 => f.write_str("int4 group 32"),
+            Self::Fp8Block { rows, cols } => write!(f, "fp8 block {rows}x{cols}"),
+            Self::Nvfp4 { group, .. } => write!(f, "nvfp4 group {group}"),
+            Self::Bf16Tile16 => f.write_str("bf16 tiles of 16 rows"),
+        }
     }
 }
 

@@ -35,10 +35,15 @@ impl RopeConfig {
         let theta = root.positive("rope_theta", DEFAULT_THETA)?;
         let spelling = ["rope_parameters", "rope_scaling"].into_iter().find(|key| root.get(key).is_some());
         let Some((key, value)) = spelling.and_then(|key| Some((key, root.get(key)?))) else {
-            return Ok(Self { theta, yarn: None });
+            return Self::checked(theta, None, root);
         };
         let dotted = if prefix.is_empty() { key.to_owned() } else { format!("{prefix}.{key}") };
         Self::read_scaling(&Fields::of(root.path(), &dotted, value)?, theta, root)
+    }
+
+    /// A base of 1 or below has no falling frequencies, and YaRN divides by its logarithm.
+    fn checked(theta: f64, yarn: Option<Yarn>, owner: &Fields<'_>) -> Result<Self> {
+        if theta > 1.0 { Ok(Self { theta, yarn }) } else { Err(owner.refuse("rope_theta", "must be above 1")) }
     }
 
     fn read_scaling(scaling: &Fields<'_>, outer_theta: f64, root: &Fields<'_>) -> Result<Self> {
@@ -57,7 +62,8 @@ impl RopeConfig {
             Some(_) => return Err(scaling.refuse(type_key, "only default and yarn are supported")),
         };
         scaling.must_be_absent("mrope_section", "three-axis positions are not supported")?;
-        Ok(Self { theta, yarn })
+        let owner = if scaling.get("rope_theta").is_some() { scaling } else { root };
+        Self::checked(theta, yarn, owner)
     }
 }
 
