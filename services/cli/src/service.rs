@@ -93,7 +93,8 @@ fn drain_grace(args: &ServiceArgs) -> Duration {
     Duration::from_secs(args.drain_grace)
 }
 
-/// Logs, and the two-stage end: the first call to end drains, a signal after it or the end of the grace stops.
+/// Logs, and the two-stage end: the first signal or the end of the supervisor drains, the second signal or the
+/// end of the grace stops.
 fn begin(args: &ServiceArgs) -> anyhow::Result<Drain> {
     init_telemetry(if args.log_json { LogFormat::Json } else { LogFormat::Text });
     let drain = Drain::new();
@@ -105,15 +106,21 @@ fn begin(args: &ServiceArgs) -> anyhow::Result<Drain> {
         reason = "the drain's own watcher: tracked, it would wait for itself"
     )]
     tokio::spawn(async move {
-        tokio::select! {
-            () = signals.next() => {}
-            () = parent_gone(supervised) => {}
-        }
+        let told = tokio::select! {
+            () = signals.next() => true,
+            () = parent_gone(supervised) => false,
+        };
         tracing::info!("draining, at most {} s", grace.as_secs());
         handle.start();
-        // A supervisor that waits for us to end closes our standard input: that hurries nothing.
+        // A supervisor that waits for us to end closes our standard input, and may be heard of before its signal.
+        let told_again = async {
+            if !told {
+                signals.next().await;
+            }
+            signals.next().await;
+        };
         tokio::select! {
-            () = signals.next() => {}
+            () = told_again => {}
             () = tokio::time::sleep(grace) => {}
         }
         handle.stop();

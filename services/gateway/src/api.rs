@@ -26,7 +26,7 @@ use crate::validate::{Admitted, Defaults, admit, check_ids};
 /// Chunks that a client has not read yet; then its own sequence waits.
 const UNREAD_CHUNKS: usize = 16;
 
-/// How much earlier than the client's own timeout a request is ended, so that the answer still arrives.
+/// Longest [`margin`] before a client's timeout.
 const TIMEOUT_MARGIN: Duration = Duration::from_millis(50);
 
 /// The service.
@@ -147,16 +147,26 @@ async fn prepare(
     prepared.await.unwrap_or_else(|_| Err(refuse(Reason::Internal, "the tokenizer failed")))
 }
 
-/// When the client's `grpc-timeout` ends the request. A little early, because the transport ends a
-/// unary call at the same time with a status that says nothing.
+/// When the client's `grpc-timeout` ends the request.
 fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Status> {
+    let timeout = client_timeout(metadata)?;
+    Ok(timeout.and_then(|timeout| Instant::now().checked_add(timeout - margin(timeout))))
+}
+
+/// The client's `grpc-timeout`.
+fn client_timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
     let Some(value) = metadata.get("grpc-timeout") else { return Ok(None) };
     let timeout = value.to_str().ok().and_then(parse_timeout).ok_or_else(|| {
         let line = format!("grpc-timeout must be up to 8 digits and one of HMSmun, given {value:?}");
         refuse(Reason::InvalidArgument, line)
     })?;
-    let margin = (timeout / 10).min(TIMEOUT_MARGIN);
-    Ok(Instant::now().checked_add(timeout - margin))
+    Ok(Some(timeout))
+}
+
+/// How much earlier than the client's own timeout a request is ended: the answer still has to arrive, and the
+/// transport ends a unary call at that time with a status that says nothing.
+fn margin(timeout: Duration) -> Duration {
+    (timeout / 10).min(TIMEOUT_MARGIN)
 }
 
 fn parse_timeout(value: &str) -> Option<Duration> {
@@ -179,8 +189,16 @@ fn parse_timeout(value: &str) -> Option<Duration> {
 #[tonic::async_trait]
 impl Generation for Api {
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<GenerateReply>, Status> {
-        let reply = self.start(request).await?;
-        Ok(Response::new(reply.collect().await?))
+        let timeout = client_timeout(request.metadata())?;
+        let whole = Box::pin(async { self.start(request).await?.collect().await });
+        let reply = match timeout {
+            // The session ends earlier and says more, but on a busy machine its word may come too late.
+            Some(timeout) => tokio::time::timeout(timeout - margin(timeout) / 2, whole)
+                .await
+                .unwrap_or_else(|_| Err(refuse(Reason::Deadline, "the deadline passed"))),
+            None => whole.await,
+        };
+        Ok(Response::new(reply?))
     }
 
     type GenerateStreamStream = Reply;

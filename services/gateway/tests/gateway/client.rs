@@ -92,7 +92,7 @@ async fn a_deadline_ends_the_request_and_says_how_far_it_came() {
     let mut request = Request::new(ids(&PROMPT, 50));
     request.set_timeout(Duration::from_millis(1000));
     let status = world.client.clone().generate(request).await.unwrap_err();
-    assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+    assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::DeadlineExceeded, Some("DEADLINE")));
 }
 
 #[tokio::test]
