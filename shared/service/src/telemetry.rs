@@ -42,3 +42,30 @@ pub fn init_telemetry(format: LogFormat) {
         tracing::warn!(given = wanted, %problem, "{LEVELS} is not a log filter: using {DEFAULT}");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// In a process of its own, since subscriber and environment are the process's.
+    #[test]
+    fn a_value_that_is_no_filter_is_said() {
+        const CHILD: &str = "EYRIE_TELEMETRY_CHILD";
+        if std::env::var_os(CHILD).is_some() {
+            init_telemetry(LogFormat::Text);
+            return;
+        }
+        let said = |levels: &str| {
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.args(["telemetry::tests::a_value_that_is_no_filter_is_said", "--exact", "--nocapture"]);
+            let output = child.env(CHILD, "1").env(LEVELS, levels).output().unwrap();
+            assert!(output.status.success());
+            String::from_utf8(output.stderr).unwrap()
+        };
+        let line = said("eyrie=loud");
+        assert!(line.contains("EYRIE_LOG is not a log filter") && line.contains("eyrie=loud"), "{line}");
+        assert_eq!(said("eyrie=debug"), "");
+    }
+}
