@@ -4,6 +4,8 @@ use crate::TextError;
 
 pub(crate) const TOKENIZER_JSON: &str = "tokenizer.json";
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+/// Largest file read (bytes); the tokenizers of the served models are below 16 MiB.
+const MAX_FILE: u64 = 256 << 20;
 const TIKTOKEN_MODEL: &str = "tiktoken.model";
 
 /// The contents of a model's tokenizer files, as read from a folder or received over the wire.
@@ -20,7 +22,7 @@ impl TokenizerFiles {
     ///
     /// # Errors
     /// No tokenizer.json (the line says so if there is a tiktoken.model, which is not served), or a
-    /// file that cannot be read.
+    /// file that cannot be read, is no regular file, or is larger than 256 MiB.
     pub fn read(dir: &Path) -> Result<Self, TextError> {
         let Some(tokenizer_json) = read(&dir.join(TOKENIZER_JSON))? else {
             let hint = if dir.join(TIKTOKEN_MODEL).exists() {
@@ -36,9 +38,22 @@ impl TokenizerFiles {
 }
 
 fn read(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
-    match fs::read(path) {
+    match read_bounded(path) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(TextError::Read { path: path.display().to_string(), reason: error.to_string() }),
     }
+}
+
+/// The bytes of a regular file of bounded size. Its kind is looked at first: opening a pipe would block for ever.
+fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
+    let meta = fs::metadata(path)?;
+    if !meta.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    if meta.len() > MAX_FILE {
+        let size = format!("{} bytes, limit {MAX_FILE}", meta.len());
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, size));
+    }
+    fs::read(path)
 }

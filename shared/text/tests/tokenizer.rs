@@ -191,6 +191,20 @@ fn a_folder_without_tokenizer_json_is_refused() {
     assert!(matches!(Tokenizer::from_dir(dir.path()), Err(TextError::Read { .. })));
 }
 
+#[test]
+fn only_regular_files_of_bounded_size_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = || Tokenizer::from_dir(dir.path()).unwrap_err().to_string();
+    let path = dir.path().join("tokenizer.json");
+    // Sparse: it takes no room, and reading it whole would take 256 MiB of memory.
+    let huge = fs::File::create(&path).unwrap();
+    huge.set_len((256 << 20) + 1).unwrap();
+    assert_eq!(line(), format!("{}: 268435457 bytes, limit 268435456", path.display()));
+    fs::remove_file(&path).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    assert_eq!(line(), format!("{}: not a regular file", path.display()));
+}
+
 proptest! {
     #[test]
     fn decoding_equals_the_tokenizers_crate(
