@@ -79,11 +79,11 @@ pub(crate) fn admit(
 }
 
 fn sampling(request: &GenerateRequest, card: &ModelCard, seed: u64) -> Result<Sampling, Status> {
-    let model = card.defaults.and_then(|d| d.temperature);
+    let model = card.defaults.unwrap_or_default();
     let params = SamplingParams {
-        temperature: request.temperature.or(model).unwrap_or(0.0),
-        top_k: request.top_k.unwrap_or(0),
-        top_p: request.top_p.unwrap_or(1.0),
+        temperature: request.temperature.or(model.temperature).unwrap_or(0.0),
+        top_k: request.top_k.or(model.top_k).unwrap_or(0),
+        top_p: request.top_p.or(model.top_p).unwrap_or(1.0),
         min_p: request.min_p.unwrap_or(0.0),
         seed: request.seed.unwrap_or(seed),
         choice: 0,
@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     fn served() -> Served {
-        let defaults = GenerationDefaults { temperature: Some(0.6), ..Default::default() };
+        let defaults = GenerationDefaults { temperature: Some(0.6), top_p: Some(0.95), top_k: Some(20) };
         Served::without_text(ModelCard {
             vocab_size: 100,
             context_length: 10,
@@ -245,7 +245,17 @@ mod tests {
         assert_eq!(admitted.limits.max_tokens, 7, "256 cut to what the context leaves");
         assert_eq!(admitted.plan, Plan::Auto);
         let s = admitted.sampling;
-        assert_eq!((s.temperature, s.top_k, s.top_p, s.min_p, s.seed), (0.6, 0, 1.0, 0.0, 7));
+        assert_eq!((s.temperature, s.top_k, s.top_p, s.min_p, s.seed), (0.6, 20, 0.95, 0.0, 7));
+        let bare = Served::without_text(ModelCard { defaults: None, ..served().card });
+        let s = admit(request(), &bare, defaults()).unwrap().sampling;
+        assert_eq!((s.temperature, s.top_k, s.top_p, s.min_p), (0.0, 0, 1.0, 0.0));
+    }
+
+    #[test]
+    fn what_the_request_says_goes_before_the_model_s_defaults() {
+        let said = GenerateRequest { temperature: Some(0.0), top_k: Some(0), top_p: Some(1.0), ..request() };
+        let s = admit(said, &served(), defaults()).unwrap().sampling;
+        assert_eq!((s.temperature, s.top_k, s.top_p), (0.0, 0, 1.0));
     }
 
     #[test]
@@ -310,7 +320,7 @@ mod tests {
                 "speculation.tree.nodes must be at most 6, given 16",
             ),
             (
-                speculate(Speculation { tree: tree(0, 5, 8), ..base() }),
+                speculate(Speculation { tree: tree(0, 5, 6), ..base() }),
                 "speculation.tree top-k must be between 1",
             ),
             (
