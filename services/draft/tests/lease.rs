@@ -143,7 +143,7 @@ async fn garbage_is_refused_and_the_stream_goes_on() {
     big_id.tokens[3] = u32::MAX;
     let cases = [
         (Propose::default(), "INVALID_ARGUMENT", "base_len must be at least 1"),
-        (Propose { k: 17, ..good.clone() }, "INVALID_ARGUMENT", "k must be at most 16, given 17"),
+        (Propose { k: 64, ..good.clone() }, "INVALID_ARGUMENT", "k must be at most 63, given 64"),
         (
             Propose { base_len: u32::MAX, token_from: u32::MAX, ..good.clone() },
             "INVALID_ARGUMENT",
