@@ -15,17 +15,6 @@ use crate::fake::*;
 
 const PROMPT: [u32; 4] = [21, 22, 23, 24];
 
-async fn world_with(
-    adjust: impl FnOnce(&mut eyrie_gateway::GatewayOptions),
-) -> (World, FakeTarget, FakeDraft) {
-    let dir = tempfile::tempdir().unwrap();
-    let target = FakeTarget::start(&socket(&dir, "target"), 7).await;
-    let draft = FakeDraft::start(&socket(&dir, "draft"), 7, Rule::Right).await;
-    let world = World::start(dir, adjust).await;
-    world.speculating(true).await;
-    (world, target, draft)
-}
-
 fn closed(seen: &Seen) -> bool {
     matches!(seen, Seen::Close { .. })
 }
@@ -36,7 +25,7 @@ fn step(seen: &Seen) -> bool {
 
 #[tokio::test]
 async fn a_client_that_leaves_frees_both_sides_within_a_round() {
-    let (world, target, draft) = world_with(|_| {}).await;
+    let (world, target, draft) = world_with(Rule::Right, |_| {}).await;
     target.hold();
     target.allow(3);
     let mut stream = world.stream(ids(&PROMPT, 300)).await;
@@ -54,7 +43,7 @@ async fn a_client_that_leaves_frees_both_sides_within_a_round() {
 
 #[tokio::test]
 async fn a_client_may_leave_before_the_first_token() {
-    let (world, target, _draft) = world_with(|o| o.max_streams = 1).await;
+    let (world, target, _draft) = world_with(Rule::Right, |o| o.max_streams = 1).await;
     target.hold();
     let mut client = world.connect().await;
     let waiting = tokio::spawn(async move { client.generate(ids(&PROMPT, 50)).await });
@@ -73,7 +62,7 @@ async fn a_client_may_leave_before_the_first_token() {
 
 #[tokio::test]
 async fn a_deadline_ends_the_request_and_says_how_far_it_came() {
-    let (world, target, _draft) = world_with(|_| {}).await;
+    let (world, target, _draft) = world_with(Rule::Right, |_| {}).await;
     target.hold();
     target.allow(1);
     let mut request = Request::new(ids(&PROMPT, 50));
@@ -97,7 +86,7 @@ async fn a_deadline_ends_the_request_and_says_how_far_it_came() {
 
 #[tokio::test]
 async fn one_request_too_many_is_refused_and_the_others_go_on() {
-    let (world, target, _draft) = world_with(|o| o.max_streams = 2).await;
+    let (world, target, _draft) = world_with(Rule::Right, |o| o.max_streams = 2).await;
     target.hold();
     let first = world.stream(ids(&PROMPT, 20)).await;
     let second = world.stream(ids(&PROMPT, 20)).await;
@@ -113,7 +102,7 @@ async fn one_request_too_many_is_refused_and_the_others_go_on() {
 
 #[tokio::test]
 async fn many_at_once_get_their_own_tokens() {
-    let (world, _target, _draft) = world_with(|_| {}).await;
+    let (world, _target, _draft) = world_with(Rule::Right, |_| {}).await;
     let mut running = tokio::task::JoinSet::new();
     for i in 0..40 {
         let mut client = world.client.clone();
@@ -130,7 +119,7 @@ async fn many_at_once_get_their_own_tokens() {
 
 #[tokio::test]
 async fn a_client_that_does_not_read_holds_up_nobody_else() {
-    let (world, target, _draft) = world_with(|_| {}).await;
+    let (world, target, _draft) = world_with(Rule::Right, |_| {}).await;
     let slow_client = world.connect().await;
     let slow = slow_client.clone().generate_stream(ids(&PROMPT, 390)).await.unwrap().into_inner();
     let reply = within(world.generate(ids(&PROMPT, 100))).await.unwrap();
@@ -141,7 +130,7 @@ async fn a_client_that_does_not_read_holds_up_nobody_else() {
 
 #[tokio::test]
 async fn a_drain_refuses_new_requests_and_lets_running_ones_end() {
-    let (mut world, target, _draft) = world_with(|_| {}).await;
+    let (mut world, target, _draft) = world_with(Rule::Right, |_| {}).await;
     target.hold();
     target.allow(1);
     let mut stream = world.stream(ids(&PROMPT, 30)).await;
@@ -157,7 +146,8 @@ async fn a_drain_refuses_new_requests_and_lets_running_ones_end() {
 
 #[tokio::test]
 async fn a_drain_that_takes_too_long_ends_requests_with_a_status() {
-    let (mut world, target, _draft) = world_with(|o| o.drain_grace = Duration::from_millis(50)).await;
+    let (mut world, target, _draft) =
+        world_with(Rule::Right, |o| o.drain_grace = Duration::from_millis(50)).await;
     target.hold();
     let mut stream = world.stream(ids(&PROMPT, 30)).await;
     target.events().wait(1, |s| matches!(s, Seen::Open { .. })).await;
@@ -174,7 +164,7 @@ async fn a_drain_that_takes_too_long_ends_requests_with_a_status() {
 
 #[tokio::test]
 async fn health_follows_the_target() {
-    let (world, target, _draft) = world_with(|_| {}).await;
+    let (world, target, _draft) = world_with(Rule::Right, |_| {}).await;
     let channel = eyrie_wire::connect(&world.address).await.unwrap();
     let request = HealthCheckRequest { service: "eyrie.v1.Generation".into() };
     let mut health = HealthClient::new(channel).watch(request).await.unwrap().into_inner();
@@ -190,7 +180,7 @@ async fn health_follows_the_target() {
 
 #[tokio::test]
 async fn text_goes_in_and_comes_out() {
-    let (world, _target, _draft) = world_with(|_| {}).await;
+    let (world, _target, _draft) = world_with(Rule::Right, |_| {}).await;
     let mut client = world.client.clone();
     let text = "a b a b".to_owned();
     let request = TokenizeRequest { text: text.clone(), add_special: false };
@@ -210,7 +200,7 @@ async fn text_goes_in_and_comes_out() {
 
 #[tokio::test]
 async fn the_model_tells_why_it_does_not_speculate() {
-    let (world, target, draft) = world_with(|_| {}).await;
+    let (world, target, draft) = world_with(Rule::Right, |_| {}).await;
     let mut client = world.client.clone();
     let model = client.get_model(GetModelRequest {}).await.unwrap().into_inner();
     assert!(model.speculating && model.not_speculating_because.is_empty());

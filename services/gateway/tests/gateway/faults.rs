@@ -12,19 +12,8 @@ use crate::fake::*;
 
 const PROMPT: [u32; 5] = [11, 12, 13, 14, 15];
 
-async fn world_with(
-    adjust: impl FnOnce(&mut eyrie_gateway::GatewayOptions),
-) -> (World, FakeTarget, FakeDraft) {
-    let dir = tempfile::tempdir().unwrap();
-    let target = FakeTarget::start(&socket(&dir, "target"), 7).await;
-    let draft = FakeDraft::start(&socket(&dir, "draft"), 7, Rule::Right).await;
-    let world = World::start(dir, adjust).await;
-    world.speculating(true).await;
-    (world, target, draft)
-}
-
 async fn world() -> (World, FakeTarget, FakeDraft) {
-    world_with(|_| {}).await
+    world_with(Rule::Right, |_| {}).await
 }
 
 fn auto(max_tokens: u32) -> GenerateRequest {
@@ -70,7 +59,8 @@ async fn without_a_draft_rounds_are_plain_until_one_comes() {
 
 #[tokio::test]
 async fn a_frozen_draft_costs_one_deadline_and_heals_when_it_answers() {
-    let (world, target, draft) = world_with(|o| o.draft_deadline = Duration::from_millis(100)).await;
+    let (world, target, draft) =
+        world_with(Rule::Right, |o| o.draft_deadline = Duration::from_millis(100)).await;
     target.hold();
     target.allow(2);
     let mut stream = world.stream(auto(80)).await;
@@ -108,7 +98,8 @@ async fn what_the_draft_says_wrongly_is_dropped() {
 
 #[tokio::test]
 async fn a_proposal_for_another_round_is_not_waited_for_longer_than_the_deadline() {
-    let (world, target, draft) = world_with(|o| o.draft_deadline = Duration::from_millis(50)).await;
+    let (world, target, draft) =
+        world_with(Rule::Right, |o| o.draft_deadline = Duration::from_millis(50)).await;
     draft.set(Mood::WrongBase);
     let reply = world.generate(auto(12)).await.unwrap();
     assert_eq!(reply.token_ids, plain(&PROMPT, 5, 12));
@@ -234,7 +225,8 @@ async fn a_target_that_comes_back_with_another_model_ends_the_request() {
 
 #[tokio::test]
 async fn a_target_that_stays_away_is_one_clear_status() {
-    let (world, target, _draft) = world_with(|o| o.target_timeout = Duration::from_millis(150)).await;
+    let (world, target, _draft) =
+        world_with(Rule::Right, |o| o.target_timeout = Duration::from_millis(150)).await;
     target.hold();
     target.allow(3);
     let mut stream = world.stream(auto(60)).await;
@@ -254,7 +246,7 @@ async fn a_target_that_stays_away_is_one_clear_status() {
 
 #[tokio::test]
 async fn a_target_whose_engine_hangs_is_one_clear_status_until_it_moves() {
-    let (world, target, _draft) = world_with(|o| {
+    let (world, target, _draft) = world_with(Rule::Right, |o| {
         o.stall_limit = Duration::from_millis(50);
         o.target_timeout = Duration::from_millis(150);
     })
@@ -286,7 +278,8 @@ async fn a_target_whose_engine_hangs_is_one_clear_status_until_it_moves() {
 
 #[tokio::test]
 async fn a_target_that_works_for_others_is_waited_for() {
-    let (world, target, _draft) = world_with(|o| o.stall_limit = Duration::from_millis(20)).await;
+    let (world, target, _draft) =
+        world_with(Rule::Right, |o| o.stall_limit = Duration::from_millis(20)).await;
     target.hold();
     target.compute_for_others();
     let mut stream = world.stream(auto(60)).await;
@@ -316,7 +309,8 @@ async fn a_running_request_waits_out_a_target_that_takes_none_now() {
 
 #[tokio::test]
 async fn a_refusal_that_does_not_pass_ends_the_request_with_its_reason() {
-    let (world, target, _draft) = world_with(|o| o.target_timeout = Duration::from_millis(40)).await;
+    let (world, target, _draft) =
+        world_with(Rule::Right, |o| o.target_timeout = Duration::from_millis(40)).await;
     for (reason, code) in [(Reason::Busy, Code::ResourceExhausted), (Reason::Draining, Code::Unavailable)] {
         target.refuse_open(reason, "not now");
         let status = within(world.generate(auto(30))).await.unwrap_err();

@@ -10,12 +10,7 @@ use crate::fake::*;
 const PROMPT: [u32; 5] = [11, 12, 13, 14, 15];
 
 async fn world(rule: Rule) -> (World, FakeTarget, FakeDraft) {
-    let dir = tempfile::tempdir().unwrap();
-    let target = FakeTarget::start(&socket(&dir, "target"), 7).await;
-    let draft = FakeDraft::start(&socket(&dir, "draft"), 7, rule).await;
-    let world = World::start(dir, |_| {}).await;
-    world.speculating(true).await;
-    (world, target, draft)
+    world_with(rule, |_| {}).await
 }
 
 fn tokenizer() -> Tokenizer {

@@ -6,13 +6,14 @@ use eyrie_wire::v1::draft_item::Op;
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::draft_server::{Draft, DraftServer};
 use eyrie_wire::v1::*;
-use eyrie_wire::{Address, Listener, Reason, item_error, refuse};
+use eyrie_wire::{Address, Reason, item_error, refuse};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Events, next_token};
+use super::{Events, next_token, serve};
 
 /// Which of the proposed tokens are right.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -75,17 +76,8 @@ impl FakeDraft {
             streams: Events::default(),
             fingerprint: Mutex::new("f00d".to_owned()),
         });
-        let drain = Drain::new();
-        let listener = Listener::bind(address).await.unwrap();
         let service = DraftServer::new(Service(Arc::clone(&inner)));
-        let stop = drain.clone();
-        drain.spawn(async move {
-            let serving = eyrie_wire::server().add_service(service);
-            tokio::select! {
-                served = serving.serve_with_incoming(listener.incoming()) => served.unwrap(),
-                () = stop.stopped() => {}
-            }
-        });
+        let drain = serve(address, Routes::new(service)).await;
         Self { inner, drain }
     }
 

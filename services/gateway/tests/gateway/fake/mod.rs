@@ -13,12 +13,13 @@ pub(crate) use target::{FakeTarget, Seen};
 
 use eyrie_gateway::GatewayOptions;
 use eyrie_service::Drain;
-use eyrie_wire::Address;
 use eyrie_wire::v1::generate_request::Prompt;
 use eyrie_wire::v1::generation_client::GenerationClient;
 use eyrie_wire::v1::{GenerateChunk, GenerateReply, GenerateRequest, Speculation, TokenIds};
+use eyrie_wire::{Address, Listener};
 use tokio_stream::StreamExt;
 use tonic::Status;
+use tonic::service::Routes;
 use tonic::transport::Channel;
 
 pub(crate) const VOCAB: u32 = 1000;
@@ -99,6 +100,34 @@ impl World {
         })
         .await;
     }
+}
+
+/// A gateway that speculates between a target and a draft of epoch 7.
+pub(crate) async fn world_with(
+    rule: Rule,
+    adjust: impl FnOnce(&mut GatewayOptions),
+) -> (World, FakeTarget, FakeDraft) {
+    let dir = tempfile::tempdir().unwrap();
+    let target = FakeTarget::start(&socket(&dir, "target"), 7).await;
+    let draft = FakeDraft::start(&socket(&dir, "draft"), 7, rule).await;
+    let world = World::start(dir, adjust).await;
+    world.speculating(true).await;
+    (world, target, draft)
+}
+
+/// Serves a fake at `address` until the drain stops.
+async fn serve(address: &Address, routes: Routes) -> Drain {
+    let drain = Drain::new();
+    let listener = Listener::bind(address).await.unwrap();
+    let stop = drain.clone();
+    drain.spawn(async move {
+        let serving = eyrie_wire::server().add_routes(routes);
+        tokio::select! {
+            served = serving.serve_with_incoming(listener.incoming()) => served.unwrap(),
+            () = stop.stopped() => {}
+        }
+    });
+    drain
 }
 
 impl Drop for World {

@@ -8,13 +8,14 @@ use eyrie_wire::v1::target_item::Op;
 use eyrie_wire::v1::target_out::Body;
 use eyrie_wire::v1::target_server::{Target, TargetServer};
 use eyrie_wire::v1::{feature_ref::At, *};
-use eyrie_wire::{Address, Listener, PROTOCOL_VERSION, Reason, item_error, refuse};
+use eyrie_wire::{Address, PROTOCOL_VERSION, Reason, item_error, refuse};
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{CONTEXT, Events, VOCAB, demo_file, next_token};
+use super::{CONTEXT, Events, VOCAB, demo_file, next_token, serve};
 
 const CHUNK: u32 = 8;
 
@@ -68,17 +69,8 @@ impl FakeTarget {
             lie_in_round: AtomicU32::new(u32::MAX),
             fingerprint: Mutex::new("f00d".to_owned()),
         });
-        let drain = Drain::new();
-        let listener = Listener::bind(address).await.unwrap();
         let service = TargetServer::new(Service(Arc::clone(&inner)));
-        let stop = drain.clone();
-        drain.spawn(async move {
-            let serving = eyrie_wire::server().add_service(service);
-            tokio::select! {
-                served = serving.serve_with_incoming(listener.incoming()) => served.unwrap(),
-                () = stop.stopped() => {}
-            }
-        });
+        let drain = serve(address, Routes::new(service)).await;
         Self { inner, drain }
     }
 
