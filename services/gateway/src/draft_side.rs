@@ -42,6 +42,8 @@ pub(crate) struct DraftSide {
     fetching: Option<u32>,
     /// Needs of rounds before this one were answered by what was sent since.
     answered: u32,
+    /// Round whose Propose missed its deadline and is still to be answered.
+    late: Option<u32>,
     /// What is pending includes the answer to a Need.
     fetched: bool,
     /// Rounds to leave the draft alone.
@@ -54,6 +56,7 @@ impl DraftSide {
     pub(crate) fn joined(&mut self) {
         self.from = 0;
         self.need = None;
+        self.late = None;
         self.answered = 0;
         self.pause = 0;
         self.next_pause = 0;
@@ -65,7 +68,12 @@ impl DraftSide {
             self.pause -= 1;
             return false;
         }
-        !self.is_healing()
+        self.late.is_none() && !self.is_healing()
+    }
+
+    /// The Propose of `round` missed its deadline: another one would only queue up behind it.
+    pub(crate) fn missed(&mut self, round: u32) {
+        self.late = Some(round);
     }
 
     /// Rows that the draft lacks are on their way.
@@ -143,6 +151,7 @@ impl DraftSide {
                     self.next_pause = 0;
                     Heard::Proposal(proposal)
                 }
+        self.heard_of(out.round);
                 Err(why) => {
                     self.leave_alone();
                     Heard::Garbage(why)
@@ -170,11 +179,16 @@ impl DraftSide {
         if asked_in < self.answered || asked_in > round {
             return Heard::Stale;
         }
+        self.heard_of(out.round);
         if from > base_len {
             self.leave_alone();
             return Heard::Garbage(format!("needs rows from {from}, the sequence has {base_len}"));
         }
         self.from = self.from.min(from);
+    fn heard_of(&mut self, round: u32) {
+        self.late = self.late.filter(|&late| round < late);
+    }
+
         if self.fetching.is_none() {
             self.need = Some(self.need.map_or(from, |known| known.min(from)));
         }
@@ -320,4 +334,32 @@ mod tests {
         let features = side.propose(&(0..3001).collect::<Vec<_>>(), 1, 3000, None).features;
         assert_eq!((features.len(), features[0].first), (MAX_PENDING, 3000 - MAX_PENDING as u32));
     }
+    #[test]
+    fn a_fetch_that_fails_makes_drafting_rare_and_only_that() {
+        let mut side = DraftSide::default();
+        let mut gaps = Vec::new();
+        for _ in 0..8 {
+            assert_eq!(side.hear(need(3, 4), NEXT, Ask::Chain(2), 100), Heard::Need);
+            assert_eq!(side.fetch(), Some(4));
+            assert!(side.fetch_failed());
+            gaps.push((0..).take_while(|_| !side.ready()).count());
+        }
+        assert_eq!(gaps, [1, 2, 4, 8, 16, 32, 64, 64]);
+        assert!(!side.fetch_failed(), "no fetch is under way");
+    }
+
+    #[test]
+    fn a_draft_that_is_late_is_not_asked_again_before_it_answers() {
+        let mut side = DraftSide::default();
+        side.missed(3);
+        assert!(!side.ready() && !side.is_healing());
+        side.overhear(proposal(2, 9, &[], &[]), (4, 11));
+        assert!(!side.ready(), "an earlier round's answer");
+        side.overhear(proposal(3, 10, &[1], &[]), (4, 11));
+        assert!(side.ready());
+        side.missed(4);
+        side.joined();
+        assert!(side.ready(), "another stream owes no answer");
+    }
+
 }

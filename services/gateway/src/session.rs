@@ -373,6 +373,7 @@ impl Session {
                 Heard::Refused(error) => {
                     self.gateway.stats.refused(&error);
                     return None;
+                rounds.draft.missed(next.0);
                 }
                 Heard::Garbage(why) => {
                     self.gateway.stats.garbage(&why);

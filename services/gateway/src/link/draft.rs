@@ -110,6 +110,11 @@ impl Peer for DraftPeer {
         Op::Close(CloseDraft {})
     }
 
+    /// An item that asks nothing is refused, by the same engine that proposes and in its turn.
+    fn probe() -> Option<DraftItem> {
+        Some(DraftItem { seq: 0, op: None })
+    }
+
     fn item_seq(item: &DraftItem) -> u64 {
         item.seq
     }

@@ -35,6 +35,8 @@ pub(crate) trait Peer: Send + Sync + Sized + 'static {
 
     fn item(seq: u64, op: Self::Op) -> Self::Item;
     fn close() -> Self::Op;
+    /// An item that a peer able to serve rounds answers, with no effect on any sequence, where there is one.
+    fn probe() -> Option<Self::Item>;
     fn item_seq(item: &Self::Item) -> u64;
     /// About how many bytes the item takes in a frame.
     fn item_bytes(item: &Self::Item) -> usize;

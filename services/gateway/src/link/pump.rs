@@ -15,8 +15,7 @@ const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
 /// A frame is closed at this size (bytes, estimated), far below the largest message.
 const FRAME_BYTES: usize = 4 << 20;
-/// A peer that stays silent this long after a missed deadline gets a new stream: what was asked may
-/// have been lost, and then no answer would ever clear the suspicion.
+/// A peer that stays silent this long after a missed deadline gets a new stream.
 const SUSPECT_LIMIT: Duration = Duration::from_secs(30);
 
 pub(super) async fn run<P: Peer>(
@@ -68,7 +67,7 @@ async fn serve<P: Peer>(
         why = read(shared, replies) => why,
         why = write(shared, items, &frames) => why,
         why = peer.obsolete(&ready) => why,
-        why = silent(shared) => why,
+        why = silent(shared, &frames) => why,
     }
 }
 
@@ -104,15 +103,25 @@ async fn write<P: Peer>(
     }
 }
 
-async fn silent<P: Peer>(shared: &Shared<P>) -> String {
+/// Asks a suspect peer something of its own: what missed its deadline may have been left out of every frame
+/// because its session ended first, and then no answer would ever clear the suspicion. Once is enough: the stream
+/// loses nothing, and a peer that was stopped answers as soon as it goes on.
+async fn silent<P: Peer>(shared: &Shared<P>, frames: &mpsc::Sender<P::Frame>) -> String {
     let is_suspect = |state: &State<P::Ready>| matches!(state, State::Suspect(_));
     let mut state = shared.state.subscribe();
     loop {
         if state.wait_for(is_suspect).await.is_err() {
             return "the gateway stops".to_owned();
         }
-        let heard = tokio::time::timeout(SUSPECT_LIMIT, state.wait_for(|s| !is_suspect(s))).await.is_ok();
-        if !heard {
+        let answer = async {
+            if let Some(probe) = P::probe() {
+                // A stream that takes no more is about to be told broken.
+                let _ = frames.send(P::frame(vec![probe])).await;
+            }
+            // The sender of the state outlives every stream.
+            let _ = state.wait_for(|s| !is_suspect(s)).await;
+        };
+        if tokio::time::timeout(SUSPECT_LIMIT, answer).await.is_err() {
             return format!("the {} was silent for {} s", P::NAME, SUSPECT_LIMIT.as_secs());
         }
     }

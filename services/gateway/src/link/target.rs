@@ -111,6 +111,11 @@ impl Peer for TargetPeer {
         Op::Close(Close {})
     }
 
+    /// Only a step clears a target that is suspected of computing nothing.
+    fn probe() -> Option<TargetItem> {
+        None
+    }
+
     fn item_seq(item: &TargetItem) -> u64 {
         item.seq
     }

@@ -149,6 +149,20 @@ async fn an_exact_request_waits_for_a_draft_that_heals() {
 }
 
 #[tokio::test]
+async fn a_draft_that_was_never_asked_is_soon_trusted_again() {
+    let (world, _target, draft) =
+        world_with(Rule::Right, |o| o.draft_deadline = Duration::from_millis(50)).await;
+    draft.set(Mood::Unasked);
+    let reply = world.generate(auto(12)).await.unwrap();
+    assert_eq!(reply.token_ids, plain(&PROMPT, 5, 12));
+    assert_eq!(reply.usage.unwrap().rounds_without_draft, 11);
+    draft.set(Mood::Fine);
+    world.speculating(true).await;
+    let reply = world.generate(auto(12)).await.unwrap();
+    assert!(reply.usage.unwrap().accepted_tokens > 0);
+}
+
+#[tokio::test]
 async fn a_dead_draft_changes_no_token() {
     let (world, target, draft) = world().await;
     target.hold();

@@ -41,6 +41,8 @@ pub(crate) enum Mood {
     WrongBase,
     /// Refuses every proposal.
     Refusing,
+    /// Acts as if no Propose had ever reached it.
+    Unasked,
 }
 
 struct Inner {
@@ -232,9 +234,17 @@ impl Draft for Service {
                 });
                 let mut outs = Vec::new();
                 for item in frame.items {
-                    match item.op.unwrap() {
+                    let Some(op) = item.op else {
+                        let error = item_error(Reason::InvalidArgument, "asked nothing");
+                        outs.push(DraftOut { seq: item.seq, round: 0, body: Some(Body::Error(error)) });
+                        continue;
+                    };
+                    match op {
                         Op::Propose(propose) => {
                             inner.proposes.push(propose.clone());
+                            if *mood.borrow() == Mood::Unasked {
+                                continue;
+                            }
                             let body = caches.entry(item.seq).or_default().take(&propose, &inner);
                             let body = spoil(*mood.borrow(), body);
                             outs.push(DraftOut { seq: item.seq, round: propose.round, body: Some(body) });
@@ -252,7 +262,8 @@ impl Draft for Service {
                     }
                 }
                 outs.iter().for_each(|out| inner.events.push(out.body.clone().unwrap()));
-                if replies.send(Ok(DraftReply { hello, outs })).await.is_err() {
+                let nothing = hello.is_none() && outs.is_empty();
+                if !nothing && replies.send(Ok(DraftReply { hello, outs })).await.is_err() {
                     break;
                 }
             }
