@@ -103,6 +103,15 @@ impl DraftSide {
         self.pending.sort_by_key(|r| r.first);
     }
 
+    /// The target answered a fetch with an error. Returns whether one was under way.
+    pub(crate) fn fetch_failed(&mut self) -> bool {
+        let failed = self.fetching.take().is_some();
+        if failed {
+            self.leave_alone();
+        }
+        failed
+    }
+
     /// Position after the last row that waits to be handed over.
     pub(crate) fn features_end(&self) -> Option<u32> {
         self.pending.last().map(|r| r.first.saturating_add(r.rows))
@@ -142,6 +151,7 @@ impl DraftSide {
     /// Reads a reply while round `next` = (round, base_len) waits for what `ask` wanted.
     pub(crate) fn hear(&mut self, out: DraftOut, next: (u32, u32), ask: Ask, vocab: u32) -> Heard {
         let (round, base_len) = next;
+        self.heard_of(out.round);
         match out.body {
             Some(Body::Need(need)) => self.heard_need(out.round, need.from, next),
             Some(Body::Proposal(_) | Body::Error(_)) | None if out.round != round => Heard::Stale,
@@ -151,7 +161,6 @@ impl DraftSide {
                     self.next_pause = 0;
                     Heard::Proposal(proposal)
                 }
-        self.heard_of(out.round);
                 Err(why) => {
                     self.leave_alone();
                     Heard::Garbage(why)
@@ -170,25 +179,25 @@ impl DraftSide {
 
     /// A reply that nobody waits for: only a Need still matters.
     pub(crate) fn overhear(&mut self, out: DraftOut, next: (u32, u32)) {
+        self.heard_of(out.round);
         if let Some(Body::Need(need)) = out.body {
             self.heard_need(out.round, need.from, next);
         }
+    }
+
+    fn heard_of(&mut self, round: u32) {
+        self.late = self.late.filter(|&late| round < late);
     }
 
     fn heard_need(&mut self, asked_in: u32, from: u32, (round, base_len): (u32, u32)) -> Heard {
         if asked_in < self.answered || asked_in > round {
             return Heard::Stale;
         }
-        self.heard_of(out.round);
         if from > base_len {
             self.leave_alone();
             return Heard::Garbage(format!("needs rows from {from}, the sequence has {base_len}"));
         }
         self.from = self.from.min(from);
-    fn heard_of(&mut self, round: u32) {
-        self.late = self.late.filter(|&late| round < late);
-    }
-
         if self.fetching.is_none() {
             self.need = Some(self.need.map_or(from, |known| known.min(from)));
         }
@@ -326,15 +335,6 @@ mod tests {
     }
 
     #[test]
-    fn references_nobody_takes_are_bounded() {
-        let mut side = DraftSide::default();
-        for first in 0..3000 {
-            side.published(vec![rows(first, 1)]);
-        }
-        let features = side.propose(&(0..3001).collect::<Vec<_>>(), 1, 3000, None).features;
-        assert_eq!((features.len(), features[0].first), (MAX_PENDING, 3000 - MAX_PENDING as u32));
-    }
-    #[test]
     fn a_fetch_that_fails_makes_drafting_rare_and_only_that() {
         let mut side = DraftSide::default();
         let mut gaps = Vec::new();
@@ -362,4 +362,13 @@ mod tests {
         assert!(side.ready(), "another stream owes no answer");
     }
 
+    #[test]
+    fn references_nobody_takes_are_bounded() {
+        let mut side = DraftSide::default();
+        for first in 0..3000 {
+            side.published(vec![rows(first, 1)]);
+        }
+        let features = side.propose(&(0..3001).collect::<Vec<_>>(), 1, 3000, None).features;
+        assert_eq!((features.len(), features[0].first), (MAX_PENDING, 3000 - MAX_PENDING as u32));
+    }
 }

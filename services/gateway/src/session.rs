@@ -453,7 +453,15 @@ impl Sequence {
                 self.rounds.draft.features(features);
                 Ok(None)
             }
-            Some(Body::Error(error)) => Err(halt(&error)),
+            Some(Body::Error(error)) => match halt(&error) {
+                // The target answers in order and a fetch is asked before the round it goes with: this is its answer.
+                // The draft only makes things faster, so a fetch that fails must not end the request.
+                Halt::Fatal(why) | Halt::Refused(why) if self.rounds.draft.fetch_failed() => {
+                    tracing::warn!("rows for the draft cannot be had: {}", why.message());
+                    Ok(None)
+                }
+                halt => Err(halt),
+            },
             Some(Body::Closed(_)) | None => Ok(None),
         }
     }

@@ -149,6 +149,33 @@ async fn an_exact_request_waits_for_a_draft_that_heals() {
 }
 
 #[tokio::test]
+async fn rows_that_cannot_be_fetched_cost_the_draft_and_nothing_else() {
+    for (reason, request) in [
+        (Reason::Internal, auto(90)),
+        (Reason::Unsupported, traced(&PROMPT, 90, 3)),
+        (Reason::Busy, auto(90)),
+    ] {
+        let (world, target, draft) = world().await;
+        target.refuse_fetch(reason);
+        target.hold();
+        target.allow(4);
+        let mut stream = world.stream(request).await;
+        let mut tokens = read(&mut stream, 10).await;
+        draft.break_streams();
+        target.allow(1);
+        draft.streams().wait(2, |_| true).await;
+        world.speculating(true).await;
+        target.allow(1000);
+        let rest = drained(stream).await;
+        tokens.extend(rest.iter().flat_map(|c| c.token_ids.clone()));
+        assert_eq!(tokens, plain(&PROMPT, 5, 90), "{reason:?}");
+        let fetches = target.events().count(|s| matches!(s, Seen::Fetch { .. }));
+        assert!((1..10).contains(&fetches), "{reason:?}: {fetches} fetches");
+        assert_eq!(target.events().count(|s| matches!(s, Seen::Open { .. })), 1, "{reason:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_draft_that_was_never_asked_is_soon_trusted_again() {
     let (world, _target, draft) =
         world_with(Rule::Right, |o| o.draft_deadline = Duration::from_millis(50)).await;

@@ -44,6 +44,9 @@ struct Inner {
     steps: AtomicU64,
     pace: AtomicU64,
     refuse_open: Mutex<Option<(Reason, &'static str)>>,
+    refuse_fetch: Mutex<Option<Reason>>,
+    /// Sequences that wait for pages, as Load tells.
+    waiting: AtomicU32,
     /// Break the protocol in this round.
     lie_in_round: AtomicU32,
     fingerprint: Mutex<String>,
@@ -66,6 +69,8 @@ impl FakeTarget {
             steps: AtomicU64::new(0),
             pace: AtomicU64::new(0),
             refuse_open: Mutex::default(),
+            refuse_fetch: Mutex::default(),
+            waiting: AtomicU32::new(0),
             lie_in_round: AtomicU32::new(u32::MAX),
             fingerprint: Mutex::new("f00d".to_owned()),
         });
@@ -103,6 +108,16 @@ impl FakeTarget {
 
     pub(crate) fn refuse_open(&self, reason: Reason, message: &'static str) {
         *self.inner.refuse_open.lock() = Some((reason, message));
+    }
+
+    /// From now on the target has no rows for drafts.
+    pub(crate) fn refuse_fetch(&self, reason: Reason) {
+        *self.inner.refuse_fetch.lock() = Some(reason);
+    }
+
+    /// From now on the target says that one sequence waits for pages.
+    pub(crate) fn queue(&self) {
+        self.inner.waiting.store(1, Ordering::SeqCst);
     }
 
     pub(crate) fn lie_in_round(&self, round: u32) {
@@ -203,6 +218,9 @@ impl Engine {
             }
             Op::FetchFeatures(FetchFeatures { from }) => {
                 inner.events.push(Seen::Fetch { seq, from });
+                if let Some(reason) = *inner.refuse_fetch.lock() {
+                    return Some(Body::Error(item_error(reason, "no rows")));
+                }
                 let kv_len = self.sequences.get(&seq)?.kv_len;
                 let refs = rows(from, kv_len);
                 Some(Body::Features(Features { refs, first_held: from, fetched: true }))
