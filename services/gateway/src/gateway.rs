@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use eyrie_service::{Drain, Health, ServeError, serve};
+use eyrie_wire::v1::LoadReport;
 use eyrie_wire::v1::generation_server::GenerationServer;
 use eyrie_wire::{Address, Listener, MAX_MESSAGE, Reason, refuse};
 use tokio::sync::Semaphore;
@@ -13,7 +14,7 @@ use tonic::service::Routes;
 
 use crate::GatewayOptions;
 use crate::api::Api;
-use crate::link::{DraftPeer, Link, State, TargetPeer, TargetReady, target_steps};
+use crate::link::{DraftPeer, Link, State, TargetPeer, TargetReady, target_load};
 use crate::stats::Stats;
 
 const SERVICE: &str = "eyrie.v1.Generation";
@@ -91,9 +92,9 @@ impl Gateway {
         self.options.default_k.min(self.draft_limit().unwrap_or(u32::MAX))
     }
 
-    /// Steps that the target has computed since its boot, asked beside the round stream.
-    pub(crate) async fn target_steps(&self) -> Result<u64, Status> {
-        target_steps(&self.options.target).await
+    /// How busy the target is, asked beside the round stream.
+    pub(crate) async fn target_load(&self) -> Result<LoadReport, Status> {
+        target_load(&self.options.target).await
     }
 
     /// The target once it is up, waiting until `until`.

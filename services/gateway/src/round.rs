@@ -72,6 +72,11 @@ impl Rounds {
         self.vocab
     }
 
+    /// The target was asked to open it and has drawn no token yet.
+    pub(crate) fn is_opening(&self) -> bool {
+        self.phase == Phase::Opening
+    }
+
     /// Where the sequence stands, with `remaining` tokens to go.
     pub(crate) fn standing(&self, remaining: u32, context: u32) -> Standing {
         Standing { kv_len: self.kv_len, remaining, context }

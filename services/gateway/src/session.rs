@@ -8,7 +8,7 @@ use eyrie_speculation::Proposal;
 use eyrie_wire::v1::draft_item::Op as DraftOp;
 use eyrie_wire::v1::target_item::Op;
 use eyrie_wire::v1::target_out::Body;
-use eyrie_wire::v1::{FetchFeatures, GenerateChunk, ItemError, Open, Started};
+use eyrie_wire::v1::{Close, FetchFeatures, GenerateChunk, ItemError, Open, Started};
 use eyrie_wire::{Reason, refuse, status_of};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
@@ -292,7 +292,7 @@ impl Session {
     }
 
     /// The target's next reply, of which one is due; `None` if it was no commit. A target that computes
-    /// nothing meanwhile is lost: its transport answers, its engine does not.
+    /// nothing meanwhile is lost, unless the sequence only waits for others to give back their KV pages.
     async fn hear(&self, seq: &mut Sequence) -> Result<Option<Commit>, Halt> {
         let limit = self.gateway.options.stall_limit;
         let mut steps = None;
@@ -300,14 +300,25 @@ impl Session {
             if let Ok(heard) = timeout(limit, seq.hear_target()).await {
                 return heard;
             }
-            let why = match self.gateway.target_steps().await {
-                Ok(now) if steps.replace(now) != Some(now) => continue,
+            let why = match self.gateway.target_load().await {
+                Ok(load) if steps.replace(load.steps) != Some(load.steps) => continue,
+                Ok(load) if load.waiting > 0 && seq.rounds.is_opening() && self.target_replies().await => {
+                    continue;
+                }
                 Ok(_) => format!("the target computed nothing for {limit:?} while a reply was due"),
                 Err(status) => status.message().to_owned(),
             };
             self.gateway.target.suspect();
             return Err(Halt::Lost(why));
         }
+    }
+
+    /// Whether the target's engine takes items and answers them: closing a sequence that nobody opened does nothing
+    /// else, and Load is answered without the engine.
+    async fn target_replies(&self) -> bool {
+        let Some(mut nobody) = self.gateway.target.register() else { return false };
+        let asked = nobody.send(Op::Close(Close {})).await.is_ok();
+        asked && matches!(timeout(self.gateway.options.stall_limit, nobody.recv()).await, Ok(Some(_)))
     }
 
     /// Tokens generated so far, held-back ones included.
@@ -362,6 +373,7 @@ impl Session {
         loop {
             let Ok(out) = timeout_at(until, draft.recv()).await else {
                 add(&self.gateway.stats.draft_deadlines, 1);
+                rounds.draft.missed(next.0);
                 link.suspect();
                 return None;
             };
@@ -373,7 +385,6 @@ impl Session {
                 Heard::Refused(error) => {
                     self.gateway.stats.refused(&error);
                     return None;
-                rounds.draft.missed(next.0);
                 }
                 Heard::Garbage(why) => {
                     self.gateway.stats.garbage(&why);

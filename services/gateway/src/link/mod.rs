@@ -17,7 +17,7 @@ use tokio::sync::{Notify, mpsc, watch};
 
 pub(crate) use draft::DraftPeer;
 pub(crate) use peer::Peer;
-pub(crate) use target::{TargetPeer, TargetReady, target_steps};
+pub(crate) use target::{TargetPeer, TargetReady, target_load};
 
 /// Items of all sessions that wait for the next frame.
 const QUEUE: usize = 1024;

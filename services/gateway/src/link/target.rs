@@ -5,8 +5,8 @@ use std::sync::Arc;
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::target_item::Op;
 use eyrie_wire::v1::{
-    Close, DescribeRequest, LoadRequest, LoadState, ModelCard, TargetFrame, TargetItem, TargetOut,
-    TargetReply,
+    Close, DescribeRequest, LoadReport, LoadRequest, LoadState, ModelCard, TargetFrame, TargetItem,
+    TargetOut, TargetReply,
 };
 use eyrie_wire::{Address, MAX_MESSAGE, Reason, refuse};
 use parking_lot::Mutex;
@@ -51,12 +51,12 @@ impl TargetPeer {
     }
 }
 
-/// Steps computed since the boot of the target at `address`, over a connection of its own: a stream that is
-/// stuck says nothing about its peer.
-pub(crate) async fn target_steps(address: &Address) -> Result<u64, Status> {
+/// How busy the target at `address` is, asked over a connection of its own: a stream that is stuck says nothing
+/// about its peer.
+pub(crate) async fn target_load(address: &Address) -> Result<LoadReport, Status> {
     let mut client = TargetClient::new(eyrie_wire::connect(address).await?);
     let load = in_time("ask for the target's load", client.load(LoadRequest {})).await?;
-    Ok(load.into_inner().steps)
+    Ok(load.into_inner())
 }
 
 impl Peer for TargetPeer {

@@ -331,6 +331,41 @@ async fn a_target_that_works_for_others_is_waited_for() {
 }
 
 #[tokio::test]
+async fn a_sequence_that_waits_for_pages_keeps_its_place() {
+    let (world, target, _draft) =
+        world_with(Rule::Right, |o| o.stall_limit = Duration::from_millis(20)).await;
+    target.hold();
+    target.queue();
+    let mut stream = world.stream(auto(60)).await;
+    // Two looks are needed to call a target stalled, and five stalls to give up.
+    target.events().wait(12, |s| *s == Seen::Load).await;
+    target.allow(1000);
+    assert_eq!(read(&mut stream, 60).await, plain(&PROMPT, 5, 60));
+    assert_eq!(target.events().count(|s| matches!(s, Seen::Open { .. })), 1);
+}
+
+#[tokio::test]
+async fn a_sequence_that_waits_for_pages_of_a_hung_engine_is_not_left_waiting() {
+    let (world, target, _draft) = world_with(Rule::Right, |o| {
+        o.stall_limit = Duration::from_millis(20);
+        o.target_timeout = Duration::from_millis(150);
+    })
+    .await;
+    target.hold();
+    target.queue();
+    let mut stream = world.stream(auto(60)).await;
+    target.events().wait(4, |s| *s == Seen::Load).await;
+    target.wedge(true);
+    let status = loop {
+        match within(stream.next()).await.unwrap() {
+            Ok(_) => {}
+            Err(status) => break status,
+        }
+    };
+    assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::Unavailable, Some("UNREACHABLE")));
+}
+
+#[tokio::test]
 async fn a_running_request_waits_out_a_target_that_takes_none_now() {
     for reason in [Reason::Busy, Reason::Loading, Reason::Draining] {
         let (world, target, _draft) = world().await;

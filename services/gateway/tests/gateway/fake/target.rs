@@ -422,7 +422,8 @@ impl Target for Service {
         let pace = self.0.pace.load(Ordering::SeqCst);
         let steps = self.0.steps.fetch_add(pace, Ordering::SeqCst);
         self.0.events.push(Seen::Load);
-        Ok(Response::new(LoadReport { steps, ..Default::default() }))
+        let waiting = self.0.waiting.load(Ordering::SeqCst);
+        Ok(Response::new(LoadReport { steps, waiting, ..Default::default() }))
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
