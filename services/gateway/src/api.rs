@@ -1,7 +1,6 @@
 //! The client API: admission in front, the session behind, one stream for both kinds of reply.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use eyrie_wire::v1::generation_server::Generation;
 use eyrie_wire::v1::{
@@ -10,11 +9,11 @@ use eyrie_wire::v1::{
 };
 use eyrie_wire::{MAX_VERIFY_ROWS, Reason, refuse};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
-use tokio::time::Instant;
-use tonic::metadata::MetadataMap;
+use tokio::time::{Instant, timeout_at};
 use tonic::{Request, Response, Status};
 
 use crate::catalog::Served;
+use crate::deadline::Deadline;
 use crate::gateway::{Gateway, random};
 use crate::link::State;
 use crate::output::Output;
@@ -25,9 +24,6 @@ use crate::validate::{Admitted, Defaults, admit, check_ids};
 
 /// Chunks that a client has not read yet; then its own sequence waits.
 const UNREAD_CHUNKS: usize = 16;
-
-/// Longest [`margin`] before a client's timeout.
-const TIMEOUT_MARGIN: Duration = Duration::from_millis(50);
 
 /// The service.
 #[derive(Debug)]
@@ -41,10 +37,15 @@ impl Api {
     }
 
     /// What the target serves now, waiting for one that is away.
-    async fn served(&self, deadline: Option<Instant>) -> Result<Arc<Served>, Status> {
+    async fn served(&self, deadline: Option<Deadline>) -> Result<Arc<Served>, Status> {
         let patience = Instant::now() + self.gateway.options.target_timeout;
-        let until = deadline.map_or(patience, |deadline| deadline.min(patience));
-        Ok(self.gateway.target_up(until).await?.served)
+        match deadline.map(|deadline| deadline.work).filter(|&work| work < patience) {
+            Some(work) => match self.gateway.target_up(work).await {
+                Ok(ready) => Ok(ready.served),
+                Err(why) => Err(refuse(Reason::Deadline, format!("the deadline passed: {}", why.message()))),
+            },
+            None => Ok(self.gateway.target_up(patience).await?.served),
+        }
     }
 
     /// Takes a place before anything is awaited, so that a burst cannot pass the limit together.
@@ -71,7 +72,7 @@ impl Api {
 
     async fn admit_and_spawn(&self, request: Request<GenerateRequest>) -> Result<Reply, Status> {
         let place = self.take_place()?;
-        let deadline = deadline(request.metadata())?;
+        let deadline = Deadline::of(request.extensions());
         let served = self.served(deadline).await?;
         let defaults = Defaults {
             request_id: self.gateway.mint_id(),
@@ -81,7 +82,7 @@ impl Api {
         };
         let prepared = prepare(request.into_inner(), Arc::clone(&served), defaults);
         let (admitted, output) = match deadline {
-            Some(deadline) => tokio::time::timeout_at(deadline, prepared).await.unwrap_or_else(|_| {
+            Some(deadline) => timeout_at(deadline.work, prepared).await.unwrap_or_else(|_| {
                 Err(refuse(Reason::Deadline, "the deadline passed before the prompt was encoded"))
             })?,
             None => prepared.await?,
@@ -91,7 +92,7 @@ impl Api {
         let fingerprint = served.card.fingerprint.clone();
         let session = Session::new(Arc::clone(&self.gateway), admitted, fingerprint, output, chunks);
         self.gateway.drain.spawn(async move {
-            let _ = end.send(Box::pin(session.run(deadline)).await);
+            let _ = end.send(Box::pin(session.run(deadline.map(|deadline| deadline.work))).await);
             drop(place);
         });
         Ok(Reply::new(unread, ended))
@@ -147,53 +148,14 @@ async fn prepare(
     prepared.await.unwrap_or_else(|_| Err(refuse(Reason::Internal, "the tokenizer failed")))
 }
 
-/// When the client's `grpc-timeout` ends the request.
-fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Status> {
-    let timeout = client_timeout(metadata)?;
-    Ok(timeout.and_then(|timeout| Instant::now().checked_add(timeout - margin(timeout))))
-}
-
-/// The client's `grpc-timeout`.
-fn client_timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
-    let Some(value) = metadata.get("grpc-timeout") else { return Ok(None) };
-    let timeout = value.to_str().ok().and_then(parse_timeout).ok_or_else(|| {
-        let line = format!("grpc-timeout must be up to 8 digits and one of HMSmun, given {value:?}");
-        refuse(Reason::InvalidArgument, line)
-    })?;
-    Ok(Some(timeout))
-}
-
-/// How much earlier than the client's own timeout a request is ended: the answer still has to arrive, and the
-/// transport ends a unary call at that time with a status that says nothing.
-fn margin(timeout: Duration) -> Duration {
-    (timeout / 10).min(TIMEOUT_MARGIN)
-}
-
-fn parse_timeout(value: &str) -> Option<Duration> {
-    let (digits, unit) = value.split_at_checked(value.len().checked_sub(1)?)?;
-    if digits.len() > 8 || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return None;
-    }
-    let n: u64 = digits.parse().ok()?;
-    match unit {
-        "H" => Some(Duration::from_secs(n * 3600)),
-        "M" => Some(Duration::from_secs(n * 60)),
-        "S" => Some(Duration::from_secs(n)),
-        "m" => Some(Duration::from_millis(n)),
-        "u" => Some(Duration::from_micros(n)),
-        "n" => Some(Duration::from_nanos(n)),
-        _ => None,
-    }
-}
-
 #[tonic::async_trait]
 impl Generation for Api {
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<GenerateReply>, Status> {
-        let timeout = client_timeout(request.metadata())?;
+        let deadline = Deadline::of(request.extensions());
         let whole = Box::pin(async { self.start(request).await?.collect().await });
-        let reply = match timeout {
+        let reply = match deadline {
             // The session ends earlier and says more, but on a busy machine its word may come too late.
-            Some(timeout) => tokio::time::timeout(timeout - margin(timeout) / 2, whole)
+            Some(deadline) => timeout_at(deadline.answer, whole)
                 .await
                 .unwrap_or_else(|_| Err(refuse(Reason::Deadline, "the deadline passed"))),
             None => whole.await,
@@ -208,7 +170,7 @@ impl Generation for Api {
     }
 
     async fn tokenize(&self, request: Request<TokenizeRequest>) -> Result<Response<TokenizeReply>, Status> {
-        let served = self.served(deadline(request.metadata())?).await?;
+        let served = self.served(Deadline::of(request.extensions())).await?;
         let TokenizeRequest { text, add_special } = request.into_inner();
         let limit = self.gateway.options.max_prompt_bytes;
         if text.len() > limit {
@@ -227,7 +189,7 @@ impl Generation for Api {
         &self,
         request: Request<DetokenizeRequest>,
     ) -> Result<Response<DetokenizeReply>, Status> {
-        let served = self.served(deadline(request.metadata())?).await?;
+        let served = self.served(Deadline::of(request.extensions())).await?;
         let DetokenizeRequest { ids, keep_special } = request.into_inner();
         check_ids("ids", &ids, served.card.vocab_size)?;
         let text = served.tokenizer()?.decode(&ids, !keep_special);
@@ -236,25 +198,7 @@ impl Generation for Api {
     }
 
     async fn get_model(&self, request: Request<GetModelRequest>) -> Result<Response<Model>, Status> {
-        let served = self.served(deadline(request.metadata())?).await?;
+        let served = self.served(Deadline::of(request.extensions())).await?;
         Ok(Response::new(self.model(&served)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn timeouts_parse_as_the_protocol_spells_them() {
-        assert_eq!(parse_timeout("1H"), Some(Duration::from_secs(3600)));
-        assert_eq!(parse_timeout("2M"), Some(Duration::from_secs(120)));
-        assert_eq!(parse_timeout("99999999S"), Some(Duration::from_secs(99_999_999)));
-        assert_eq!(parse_timeout("250m"), Some(Duration::from_millis(250)));
-        assert_eq!(parse_timeout("7u"), Some(Duration::from_micros(7)));
-        assert_eq!(parse_timeout("7n"), Some(Duration::from_nanos(7)));
-        for bad in ["", "S", "1", "1x", "-1S", "+1S", "100000000S", "1é"] {
-            assert_eq!(parse_timeout(bad), None, "{bad}");
-        }
     }
 }

@@ -11,9 +11,11 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 use tonic::service::Routes;
+use tonic::service::interceptor::InterceptedService;
 
 use crate::GatewayOptions;
 use crate::api::Api;
+use crate::deadline;
 use crate::link::{DraftPeer, Link, State, TargetPeer, TargetReady, target_load};
 use crate::stats::Stats;
 
@@ -176,6 +178,7 @@ pub async fn run(
     let service = GenerationServer::new(Api::new(Arc::clone(&gateway)))
         .max_decoding_message_size(MAX_MESSAGE)
         .max_encoding_message_size(MAX_MESSAGE);
+    let service = InterceptedService::new(service, deadline::stamp);
     let draining = Arc::clone(&gateway);
     drain.spawn(async move { draining.follow_drain().await });
     let tasks = drain.clone();

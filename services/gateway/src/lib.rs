@@ -6,6 +6,7 @@
 
 mod api;
 mod catalog;
+mod deadline;
 mod draft_side;
 mod gateway;
 mod link;

@@ -85,6 +85,48 @@ async fn a_deadline_ends_the_request_and_says_how_far_it_came() {
 }
 
 #[tokio::test]
+async fn short_timeouts_end_in_the_gateway_s_own_words() {
+    let (world, target, _draft) = world_with(Rule::Right, |_| {}).await;
+    target.hold();
+    let mut running = tokio::task::JoinSet::new();
+    for i in 0..40 {
+        let mut client = world.connect().await;
+        running.spawn(async move {
+            let mut request = Request::new(ids(&PROMPT, 50));
+            // Not set_timeout: the client's own clock would end the call as well.
+            request.metadata_mut().insert("grpc-timeout", format!("{}m", 100 + i).parse().unwrap());
+            match client.generate_stream(request).await {
+                Ok(stream) => {
+                    let chunks: Vec<_> = stream.into_inner().collect().await;
+                    chunks.into_iter().find_map(Result::err).unwrap()
+                }
+                Err(status) => status,
+            }
+        });
+    }
+    while let Some(status) = within(running.join_next()).await {
+        let status = status.unwrap();
+        assert_eq!(reason_of(&status).as_deref(), Some("DEADLINE"), "{status:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_timeout_is_kept_while_the_target_is_away_and_refused_when_it_is_none() {
+    let world = World::start(tempfile::tempdir().unwrap(), |_| {}).await;
+    let asked = async |timeout: &str| {
+        let mut request = Request::new(ids(&PROMPT, 50));
+        request.metadata_mut().insert("grpc-timeout", timeout.parse().unwrap());
+        within(world.client.clone().generate(request)).await.unwrap_err()
+    };
+    let late = asked("300m").await;
+    assert_eq!((late.code(), reason_of(&late).as_deref()), (Code::DeadlineExceeded, Some("DEADLINE")));
+    assert!(late.message().contains("target.sock"), "{}", late.message());
+    let bad = asked("soon").await;
+    assert_eq!((bad.code(), reason_of(&bad).as_deref()), (Code::InvalidArgument, Some("INVALID_ARGUMENT")));
+    assert!(bad.message().contains("given \"soon\""), "{}", bad.message());
+}
+
+#[tokio::test]
 async fn one_request_too_many_is_refused_and_the_others_go_on() {
     let (world, target, _draft) = world_with(Rule::Right, |o| o.max_streams = 2).await;
     target.hold();
