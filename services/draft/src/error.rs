@@ -17,7 +17,7 @@ pub enum DraftError {
         /// What it may be.
         limit: String,
         /// What was given.
-        given: usize,
+        given: String,
     },
     /// The head's folder cannot be used.
     #[error(transparent)]

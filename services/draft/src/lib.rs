@@ -58,12 +58,14 @@ pub async fn run(
     let (engine, engine_ended) = EngineHandle::start(EngineSizes {
         max_sequences: options.max_sequences,
         max_draft_tokens: options.max_draft_tokens,
+        unary_idle: options.unary_idle,
     })
     .map_err(DraftError::EngineStart)?;
     let state = Arc::new(LeaseState::new());
     let head = HeadCard::new(&options, &checkpoint);
     let service = DraftService::new(engine.clone(), Arc::clone(&state), head, drain.clone());
     let server = DraftServer::new(service).max_decoding_message_size(MAX_MESSAGE);
+    drain.spawn(expire(engine.clone(), drain.clone(), options.unary_idle));
     let (tasks, stopping) = (drain.clone(), drain.clone());
     let handle = engine.clone();
     let serving =
@@ -87,4 +89,17 @@ pub async fn run(
     }
     engine.send(Command::Stop).await;
     outcome
+}
+
+/// Has the engine look for sequences that rest longer than `idle`, four times in that time.
+async fn expire(engine: EngineHandle, drain: Drain, idle: Duration) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(idle / 4) => {}
+            () = drain.stopped() => return,
+        }
+        if !engine.send(Command::Expire).await {
+            return;
+        }
+    }
 }

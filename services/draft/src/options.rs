@@ -1,4 +1,5 @@
 use std::path::PathBuf;
+use std::time::Duration;
 
 use eyrie_checkpoint::AuxConvention;
 use eyrie_kernels::Isa;
@@ -15,22 +16,26 @@ pub struct DraftOptions {
     pub listen: Address,
     /// The target to attach to. On the same host: embedding and features come through shared memory.
     pub target: Address,
-    /// Positions that the draft's cache holds, over all sequences.
+    /// Positions that the draft's cache holds, over all sequences: 1 to 2³¹.
     pub cache_tokens: usize,
-    /// Threads that compute.
+    /// Threads that compute, 1 to 1,024.
     pub threads: usize,
     /// Instruction set of the kernels.
     pub isa: Isa,
-    /// Sequences held at once; the least recently used one is dropped for another.
+    /// Sequences held at once, 1 to 2²⁰; the least recently used one is dropped for another.
     pub max_sequences: usize,
-    /// Tokens proposed in one round at most, at most 63.
+    /// Tokens proposed in one round at most, 1 to 63.
     pub max_draft_tokens: usize,
+    /// How long a sequence that only unary calls speak of is kept unused, between 1 ms and 1 h. Those of a stream are
+    /// kept until the stream ends.
+    pub unary_idle: Duration,
     /// What the layer ids in the head's config mean, where its file does not tell.
     pub aux_convention: Option<AuxConvention>,
 }
 
 impl DraftOptions {
-    /// Defaults for the head in `model_dir`: all threads, 65,536 cached positions, 64 sequences, 63 draft tokens.
+    /// Defaults for the head in `model_dir`: all threads, 65,536 cached positions, 64 sequences, 63 draft tokens,
+    /// 60 s for unary calls.
     pub fn new(model_dir: PathBuf, listen: Address, target: Address) -> Self {
         Self {
             model_dir,
@@ -41,6 +46,7 @@ impl DraftOptions {
             isa: Isa::best(),
             max_sequences: 64,
             max_draft_tokens: MAX_VERIFY_ROWS - 1,
+            unary_idle: Duration::from_secs(60),
             aux_convention: None,
         }
     }
@@ -50,11 +56,16 @@ impl DraftOptions {
             if (1..=max).contains(&given) {
                 return Ok(());
             }
-            Err(DraftError::Option { field, limit: format!("1..={max}"), given })
+            Err(DraftError::Option { field, limit: format!("1..={max}"), given: given.to_string() })
         };
         check("max_draft_tokens", self.max_draft_tokens, MAX_VERIFY_ROWS - 1)?;
         check("max_sequences", self.max_sequences, 1 << 20)?;
-        check("cache_tokens", self.cache_tokens, 1 << 31)
+        check("cache_tokens", self.cache_tokens, 1 << 31)?;
+        if !(Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.unary_idle) {
+            let given = format!("{:?}", self.unary_idle);
+            return Err(DraftError::Option { field: "unary_idle", limit: "1ms..=3600s".to_owned(), given });
+        }
+        Ok(())
     }
 }
 

@@ -29,6 +29,8 @@ pub(crate) struct Outgoing {
 pub(crate) struct Ending {
     pub(crate) lease: Arc<Lease>,
     pub(crate) overrun: CancellationToken,
+    /// The client said hello again.
+    pub(crate) second_hello: CancellationToken,
     pub(crate) drain: Drain,
 }
 
@@ -36,6 +38,8 @@ impl Ending {
     fn status(&self) -> Option<Status> {
         if self.overrun.is_cancelled() {
             Some(refuse(Reason::Busy, "replies were not read: the stream is given up"))
+        } else if self.second_hello.is_cancelled() {
+            Some(refuse(Reason::InvalidArgument, "hello may be in the first frame of a stream only"))
         } else if self.drain.is_draining() {
             Some(refuse(Reason::Draining, "the draft is draining"))
         } else if self.lease.lost.is_cancelled() {

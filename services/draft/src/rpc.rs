@@ -39,12 +39,15 @@ impl DraftService {
     /// The lease that a stream opened with `hello` runs under, and the answer to the hello.
     fn admit(&self, hello: Option<v1::Hello>) -> Result<(Arc<Lease>, v1::Hello), Status> {
         let hello = hello.ok_or_else(|| {
-            refuse(Reason::InvalidArgument, "hello must be in the first frame of a stream, given none")
+            refuse(Reason::InvalidArgument, "the first frame must carry a hello, given none")
         })?;
         if hello.protocol_version != PROTOCOL_VERSION {
             let given = hello.protocol_version;
-            let what = format!("protocol_version must be {PROTOCOL_VERSION}, given {given}");
+            let what = format!("hello.protocol_version must be {PROTOCOL_VERSION}, given {given}");
             return Err(refuse(Reason::ProtocolVersion, what));
+        }
+        if hello.boot_id == 0 {
+            return Err(refuse(Reason::InvalidArgument, "hello.boot_id must not be 0"));
         }
         if self.drain.is_draining() {
             return Err(refuse(Reason::Draining, "the draft is draining"));
@@ -53,11 +56,17 @@ impl DraftService {
             refuse(Reason::Unreachable, format!("the draft is not attached: {because}"))
         })?;
         if hello.epoch != 0 && hello.epoch != lease.epoch {
-            let what = format!("epoch must be {:016x} or 0, given {:016x}", lease.epoch, hello.epoch);
+            let what = format!(
+                "hello.epoch must be {:016x}, the attached target's, given {:016x}",
+                lease.epoch, hello.epoch
+            );
             return Err(refuse(Reason::StaleEpoch, what));
         }
         if !hello.fingerprint.is_empty() && hello.fingerprint != lease.fingerprint {
-            let what = format!("fingerprint must be {}, given {}", lease.fingerprint, hello.fingerprint);
+            let what = format!(
+                "hello.fingerprint must be {}, the attached target's, given {}",
+                lease.fingerprint, hello.fingerprint
+            );
             return Err(refuse(Reason::StaleEpoch, what));
         }
         let answer = v1::Hello {
@@ -107,8 +116,13 @@ impl Draft for DraftService {
         // A fresh channel has room.
         let _ = sender.try_send(v1::DraftReply { hello: Some(hello.clone()), outs: Vec::new() });
         let (overrun, gone) = (CancellationToken::new(), CancellationToken::new());
-        let ending =
-            Ending { lease: Arc::clone(&lease), overrun: overrun.clone(), drain: self.drain.clone() };
+        let second_hello = CancellationToken::new();
+        let ending = Ending {
+            lease: Arc::clone(&lease),
+            overrun: overrun.clone(),
+            second_hello: second_hello.clone(),
+            drain: self.drain.clone(),
+        };
         let outgoing = Outgoing::new(receiver, ending, &gone);
         let reader = Reader {
             engine: self.engine.clone(),
@@ -117,6 +131,7 @@ impl Draft for DraftService {
             lease,
             replies: Replies { sender, overrun },
             gone,
+            second_hello,
             drain: self.drain.clone(),
         };
         self.drain.spawn(reader.run(frames, first.items));
@@ -129,6 +144,7 @@ impl Draft for DraftService {
         let (sender, mut receiver) = mpsc::channel(items.len().max(1));
         let frame = Frame {
             stream: self.next_stream(),
+            unary: true,
             boot_id: hello.boot_id,
             epoch: lease.epoch,
             items,
@@ -162,6 +178,7 @@ struct Reader {
     lease: Arc<Lease>,
     replies: Replies,
     gone: CancellationToken,
+    second_hello: CancellationToken,
     drain: Drain,
 }
 
@@ -180,6 +197,10 @@ impl Reader {
                 () = self.drain.draining() => break,
             };
             items = match frame {
+                Ok(Some(frame)) if frame.hello.is_some() => {
+                    self.second_hello.cancel();
+                    break;
+                }
                 Ok(Some(frame)) => frame.items,
                 Ok(None) => break,
                 Err(status) => {
@@ -194,6 +215,7 @@ impl Reader {
     async fn pass_on(&self, items: Vec<v1::DraftItem>) -> bool {
         let frame = Frame {
             stream: self.stream,
+            unary: false,
             boot_id: self.boot_id,
             epoch: self.lease.epoch,
             items,

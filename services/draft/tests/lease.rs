@@ -121,6 +121,7 @@ async fn garbage_is_refused_and_the_stream_goes_on() {
     draft.until_attached(true).await;
     let bad_hellos = [
         (None, Code::InvalidArgument, "INVALID_ARGUMENT"),
+        (Some(hello(0)), Code::InvalidArgument, "INVALID_ARGUMENT"),
         (Some(Hello { protocol_version: 2, ..hello(1) }), Code::FailedPrecondition, "PROTOCOL_VERSION"),
         (Some(Hello { epoch: 5, ..hello(1) }), Code::FailedPrecondition, "STALE_EPOCH"),
         (Some(Hello { fingerprint: "x".to_owned(), ..hello(1) }), Code::FailedPrecondition, "STALE_EPOCH"),
@@ -165,6 +166,20 @@ async fn garbage_is_refused_and_the_stream_goes_on() {
     let outs = rounds.receive(2).await;
     assert_eq!(outs[1].round, 9);
     assert_eq!(common::proposal(outs[1].body.clone().unwrap()).tokens.len(), 2);
+    draft.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_hello_ends_the_stream() {
+    let dir = tempfile::tempdir().unwrap();
+    let exporter = Exporter::start(dir.path());
+    let draft = Draft::start(dir.path(), &exporter.address).await;
+    draft.until_attached(true).await;
+    let mut rounds = draft.rounds(1).await;
+    rounds.sender.send(DraftFrame { hello: Some(hello(1)), items: Vec::new() }).await.unwrap();
+    let ended = common::patient("the stream to end", rounds.replies.message()).await.unwrap_err();
+    assert_eq!(reason_of(&ended).as_deref(), Some("INVALID_ARGUMENT"), "{ended:?}");
+    assert_eq!(ended.message(), "hello may be in the first frame of a stream only");
     draft.stop().await;
 }
 
@@ -219,6 +234,14 @@ async fn a_service_that_cannot_start_says_why() {
     };
     let wide = start(DraftOptions { max_draft_tokens: 64, ..options.clone() }).await;
     assert_eq!(wide, "draft option max_draft_tokens: must be 1..=63, given 64");
+    let none = start(DraftOptions { max_sequences: 0, ..options.clone() }).await;
+    assert_eq!(none, "draft option max_sequences: must be 1..=1048576, given 0");
+    let empty = start(DraftOptions { cache_tokens: 0, ..options.clone() }).await;
+    assert_eq!(empty, "draft option cache_tokens: must be 1..=2147483648, given 0");
+    let hasty = start(DraftOptions { unary_idle: Duration::ZERO, ..options.clone() }).await;
+    assert_eq!(hasty, "draft option unary_idle: must be 1ms..=3600s, given 0ns");
+    let idle = start(DraftOptions { threads: 0, ..options.clone() }).await;
+    assert_eq!(idle, "cpu: threads is 0, limit 1..=1024");
     let absent = start(DraftOptions { model_dir: dir.path().join("none"), ..options.clone() }).await;
     assert!(absent.contains("none/config.json"), "{absent}");
     let nowhere = Address::Unix(dir.path().join("no/such/folder.sock"));

@@ -392,3 +392,25 @@ async fn the_unary_twin_answers_like_the_stream() {
     assert!(matches!(&reply.outs[1].body, Some(Body::Error(error)) if error.message.contains("given 99")));
     draft.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sequences_of_unary_calls_expire_and_those_of_streams_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut exporter = Exporter::start(dir.path());
+    let idle = std::time::Duration::from_millis(200);
+    let draft = Draft::start_with(dir.path(), &exporter.address, |options| options.unary_idle = idle).await;
+    draft.until_attached(true).await;
+    let mut rounds = draft.rounds(BOOT).await;
+    let text = &texts(1)[0];
+    let t = text.prompt_len;
+    let features = exporter.publish(0, text.rows(0, t));
+    let asked = propose(text, 0, t, features, 1);
+    rounds.proposal(1, asked.clone()).await;
+    let begun = std::time::Instant::now();
+    let frame = DraftFrame { hello: Some(common::hello(8)), items: vec![item(5, asked)] };
+    draft.client().await.round(frame).await.unwrap();
+    common::patient("the sequence to expire", async { while draft.card().await.sequences != 1 {} }).await;
+    assert!(begun.elapsed() >= idle, "{:?}", begun.elapsed());
+    rounds.proposal(1, propose(text, t, t, vec![], 2)).await;
+    draft.stop().await;
+}

@@ -1,6 +1,7 @@
 //! The engine while it holds a lease: which work goes into the next step.
 
 use std::collections::{HashSet, VecDeque};
+use std::time::{Duration, Instant};
 
 use eyrie_model::{DraftCache, Eagle3Head};
 use eyrie_region::RingReader;
@@ -38,6 +39,9 @@ pub(super) struct Attached {
     pace: Pace,
     limits: Limits,
     max_jobs: usize,
+    unary_idle: Duration,
+    /// Jobs that failed since the lease was taken.
+    failures: u64,
     /// Rounds whose rows did not fit the last step.
     active: Vec<Job>,
 }
@@ -48,8 +52,19 @@ impl Attached {
         let store = Store::new(cache.allocator(), sizes.max_sequences);
         let (draft_vocab, max_draft_tokens) = (head.draft_vocab(), sizes.max_draft_tokens);
         let limits = Limits { vocab, draft_vocab, context, max_draft_tokens };
-        let (pace, max_jobs) = (Pace::new(), sizes.max_sequences);
-        Self { epoch, head, ring, cache, store, pace, limits, max_jobs, active: Vec::new() }
+        Self {
+            epoch,
+            head,
+            ring,
+            cache,
+            store,
+            pace: Pace::new(),
+            limits,
+            max_jobs: sizes.max_sequences,
+            unary_idle: sizes.unary_idle,
+            failures: 0,
+            active: Vec::new(),
+        }
     }
 
     pub(super) fn epoch(&self) -> u64 {
@@ -58,6 +73,13 @@ impl Attached {
 
     pub(super) fn sequences(&self) -> usize {
         self.store.len() + self.active.len()
+    }
+
+    /// Frees what unary calls left behind too long ago.
+    pub(super) fn expire(&mut self) {
+        if let Some(oldest) = Instant::now().checked_sub(self.unary_idle) {
+            self.store.expire(oldest);
+        }
     }
 
     /// Rounds are under way.
@@ -81,8 +103,8 @@ impl Attached {
         if jobs.is_empty() {
             return;
         }
-        let Self { head, cache, store, pace, .. } = self;
-        self.active = Step { head, cache, store, pace, outbox }.run(jobs);
+        let Self { head, cache, store, pace, failures, .. } = self;
+        self.active = Step { head, cache, store, pace, failures, outbox }.run(jobs);
     }
 
     /// Moves work from the queue into the step. A sequence has one round in a step, and what closes it or its
@@ -120,6 +142,7 @@ impl Attached {
         let wanted = self.limits.check(&propose)?;
         let mut sequence = self.sequence(origin.key, propose.start);
         sequence.owner = origin.stream;
+        sequence.unary = origin.unary;
         let answer = self.prepare(&mut sequence, &propose, wanted);
         match answer {
             Ok(Prepared::Rows(rows)) => {

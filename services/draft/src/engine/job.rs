@@ -12,6 +12,7 @@ use super::sequence::{SeqKey, Sequence};
 pub(super) struct Origin {
     pub(super) key: SeqKey,
     pub(super) stream: StreamId,
+    pub(super) unary: bool,
     pub(super) round: u32,
     pub(super) replies: Replies,
 }

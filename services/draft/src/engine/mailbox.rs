@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Attachment;
 
-/// Number of a Rounds stream; 0 stands for unary calls.
+/// Number of a Rounds stream or of a unary call.
 pub(crate) type StreamId = u64;
 
 /// Commands that wait for the engine; senders wait beyond that, and HTTP/2 slows the gateway down.
@@ -23,6 +23,8 @@ pub(crate) enum Command {
     Frame(Frame),
     /// Free the sequences of a stream, once its frames are answered.
     Close(StreamId),
+    /// Free the sequences of unary calls that nobody has spoken of for long.
+    Expire,
     /// End the thread.
     Stop,
 }
@@ -31,6 +33,8 @@ pub(crate) enum Command {
 #[derive(Debug)]
 pub(crate) struct Frame {
     pub(crate) stream: StreamId,
+    /// Of a unary call: no end of a stream will free its sequences.
+    pub(crate) unary: bool,
     pub(crate) boot_id: u64,
     /// The lease that the stream was opened under.
     pub(crate) epoch: u64,

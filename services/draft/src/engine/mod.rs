@@ -15,6 +15,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use eyrie_model::{DraftCache, Eagle3Head, ModelError};
 use eyrie_region::RingReader;
@@ -49,6 +50,8 @@ pub(crate) struct Attachment {
 pub(crate) struct EngineSizes {
     pub(crate) max_sequences: usize,
     pub(crate) max_draft_tokens: usize,
+    /// How long a sequence of unary calls may rest.
+    pub(crate) unary_idle: Duration,
 }
 
 /// What can go wrong inside a step. None of it is the sender's fault.
@@ -172,13 +175,18 @@ impl Engine {
                 self.queue.push_back(Work::CloseStream(stream));
             }
             Command::Close(_) => {}
+            Command::Expire => {
+                if let Some(attached) = &mut self.attached {
+                    attached.expire();
+                }
+            }
             Command::Stop => return false,
         }
         true
     }
 
     fn enqueue(&mut self, frame: Frame) {
-        let Frame { stream, boot_id, epoch, items, replies } = frame;
+        let Frame { stream, unary, boot_id, epoch, items, replies } = frame;
         let refusal = match &self.attached {
             None => Some((Reason::Unreachable, "the draft is not attached to a target".to_owned())),
             Some(attached) if attached.epoch() != epoch => Some((
@@ -189,7 +197,7 @@ impl Engine {
         };
         for item in items {
             let key = SeqKey { boot_id, seq: item.seq };
-            let mut origin = Origin { key, stream, round: 0, replies: replies.clone() };
+            let mut origin = Origin { key, stream, unary, round: 0, replies: replies.clone() };
             match (item.op, &refusal) {
                 (Some(Op::Close(_)), None) => self.queue.push_back(Work::CloseSeq(key)),
                 (Some(Op::Close(_)), Some(_)) => {}

@@ -1,5 +1,7 @@
 //! What the draft knows of one sequence: its tokens, and how many slots hold real features.
 
+use std::time::Instant;
+
 use eyrie_model::{Feature, SeqTable};
 
 use super::mailbox::StreamId;
@@ -19,9 +21,13 @@ pub(crate) struct Sequence {
     pub(crate) table: SeqTable,
     /// Fused feature of position `built - 1`, kept so that the last slot can be run again for its logits.
     pub(crate) tip: Option<Feature>,
-    /// The stream that spoke of it last; 0 for unary calls.
+    /// The stream or unary call that spoke of it last.
     pub(crate) owner: StreamId,
+    /// That was a unary call, which leaves it behind.
+    pub(crate) unary: bool,
     pub(crate) last_used: u64,
+    /// When it was laid to rest.
+    pub(crate) rests_since: Option<Instant>,
     tokens: Tokens,
     origin: u32,
     built: u32,
@@ -34,7 +40,9 @@ impl Sequence {
             table: SeqTable::default(),
             tip: None,
             owner: 0,
+            unary: false,
             last_used: 0,
+            rests_since: None,
             tokens: Tokens::default(),
             origin,
             built: origin,

@@ -20,6 +20,8 @@ pub(super) struct Step<'a> {
     pub(super) cache: &'a mut DraftCache,
     pub(super) store: &'a mut Store,
     pub(super) pace: &'a mut Pace,
+    /// Jobs that failed so far.
+    pub(super) failures: &'a mut u64,
     pub(super) outbox: &'a mut Outbox,
 }
 
@@ -224,7 +226,12 @@ impl Step<'_> {
 
     /// Answers with the error and forgets the sequences: what their caches hold now is not known.
     fn fail(&mut self, jobs: Vec<Job>, error: &EngineError) {
-        tracing::error!(jobs = jobs.len(), "draft step failed: {error}");
+        let before = *self.failures;
+        *self.failures += jobs.len() as u64;
+        // Whoever sends bad features can do so every round: the log gets the first and then ever fewer of them.
+        if is_rare(before, *self.failures) {
+            tracing::error!(jobs = jobs.len(), failed_so_far = *self.failures, "draft step failed: {error}");
+        }
         for job in jobs {
             let body = Body::Error(item_error(Reason::Internal, format!("draft step failed: {error}")));
             self.outbox.push(&job.origin, body);
@@ -233,6 +240,23 @@ impl Step<'_> {
     }
 }
 
+/// Whether a power of two lies in `before + 1..=now`.
+fn is_rare(before: u64, now: u64) -> bool {
+    now > 0 && (before == 0 || before.ilog2() < now.ilog2())
+}
+
 fn rows_of(logits: &Tensor) -> Result<Vec<Vec<f32>>, EngineError> {
     Ok(logits.to_vec2().map_err(eyrie_model::ModelError::from)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_rare;
+
+    #[test]
+    fn repeated_failures_are_logged_ever_more_rarely() {
+        let logged: Vec<u64> = (1..40).filter(|&now| is_rare(now - 1, now)).collect();
+        assert_eq!(logged, [1, 2, 4, 8, 16, 32]);
+        assert!(is_rare(3, 6) && !is_rare(4, 7) && !is_rare(5, 5));
+    }
 }

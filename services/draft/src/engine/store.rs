@@ -1,6 +1,7 @@
 //! The sequences that are at rest, and the pages of the one cache they share.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use eyrie_model::{OutOfPages, PageAllocator};
 
@@ -43,6 +44,7 @@ impl Store {
     pub(super) fn put(&mut self, key: SeqKey, mut sequence: Sequence) {
         self.clock += 1;
         sequence.last_used = self.clock;
+        sequence.rests_since = Some(Instant::now());
         self.at_rest.insert(key, sequence);
         while self.at_rest.len() > self.max_sequences && self.evict() {}
     }
@@ -62,6 +64,16 @@ impl Store {
     /// Frees the sequences that `stream` spoke of last.
     pub(super) fn close_stream(&mut self, stream: StreamId) {
         for (_, sequence) in self.at_rest.extract_if(|_, sequence| sequence.owner == stream) {
+            self.pages.free(sequence.table);
+        }
+    }
+
+    /// Frees the sequences of unary calls that have rested since before `oldest`.
+    pub(super) fn expire(&mut self, oldest: Instant) {
+        let expired =
+            |sequence: &Sequence| sequence.unary && sequence.rests_since.is_some_and(|t| t < oldest);
+        for (key, sequence) in self.at_rest.extract_if(|_, sequence| expired(sequence)) {
+            tracing::debug!(boot_id = key.boot_id, seq = key.seq, "sequence of unary calls expired");
             self.pages.free(sequence.table);
         }
     }
@@ -165,5 +177,23 @@ mod tests {
         store.put(key(2), moved);
         store.close_stream(7);
         assert_eq!((store.len(), store.pages.free_pages()), (2, 6));
+    }
+
+    #[test]
+    fn only_what_unary_calls_left_behind_expires() {
+        let mut store = store(8, 8);
+        for (seq, unary) in [(1, true), (2, false), (3, true)] {
+            let mut new = sequence(&mut store, 4, seq);
+            new.unary = unary;
+            store.put(key(seq), new);
+        }
+        let before = store.at_rest[&key(1)].rests_since.unwrap();
+        store.expire(before);
+        assert_eq!(store.len(), 3, "none rests since before the first one did");
+        let third = store.take(key(3)).unwrap();
+        store.expire(Instant::now() + std::time::Duration::from_secs(1));
+        assert_eq!((store.len(), store.pages.free_pages()), (1, 6), "what takes part in a step stays");
+        assert!(store.take(key(2)).is_some());
+        store.discard(third);
     }
 }
