@@ -13,10 +13,10 @@ use tonic::Status;
 use tonic::service::Routes;
 use tonic::service::interceptor::InterceptedService;
 
-use crate::GatewayOptions;
 use crate::api::Api;
 use crate::deadline;
 use crate::link::{DraftPeer, Link, State, TargetPeer, TargetReady, target_load};
+use crate::options::{GatewayOptions, OptionError};
 use crate::stats::Stats;
 
 const SERVICE: &str = "eyrie.v1.Generation";
@@ -25,15 +25,8 @@ const SERVICE: &str = "eyrie.v1.Generation";
 #[derive(Debug, thiserror::Error)]
 pub enum GatewayError {
     /// An option is out of its range.
-    #[error("{option} must be {limit}, given {given}")]
-    Option {
-        /// Name of the option.
-        option: &'static str,
-        /// The accepted range in words.
-        limit: &'static str,
-        /// The value given.
-        given: u64,
-    },
+    #[error(transparent)]
+    Option(#[from] OptionError),
     /// The socket cannot be had.
     #[error(transparent)]
     Listen(#[from] std::io::Error),
@@ -149,16 +142,6 @@ pub(crate) fn random() -> Result<u64, getrandom::Error> {
     getrandom::u64()
 }
 
-fn check(options: &GatewayOptions) -> Result<(), GatewayError> {
-    let range = |option, limit, given: u64, ok: bool| match ok {
-        true => Ok(()),
-        false => Err(GatewayError::Option { option, limit, given }),
-    };
-    let (k, streams) = (options.default_k, options.max_streams);
-    range("default_k", "between 0 and 63", u64::from(k), k <= 63)?;
-    range("max_streams", "between 1 and 1000000", u64::from(streams), (1..=1_000_000).contains(&streams))
-}
-
 /// Serves the client API until `drain` stops it; `on_ready` is called once it listens.
 ///
 /// # Errors
@@ -168,7 +151,7 @@ pub async fn run(
     drain: Drain,
     on_ready: impl FnOnce(&Ready),
 ) -> Result<(), GatewayError> {
-    check(&options)?;
+    options.validate()?;
     // Peers take 0 for a missing id.
     let boot_id = random().map_err(GatewayError::Random)?.max(1);
     let listener = Listener::bind(&options.listen).await?;

@@ -20,4 +20,4 @@ mod stats;
 mod validate;
 
 pub use gateway::{GatewayError, Ready, run};
-pub use options::GatewayOptions;
+pub use options::{GatewayOptions, OptionError};

@@ -1,8 +1,27 @@
 //! What an operator can set.
 
+use std::fmt::Debug;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use eyrie_wire::Address;
+use eyrie_wire::{Address, MAX_MESSAGE, MAX_VERIFY_ROWS};
+
+const SHORTEST: Duration = Duration::from_millis(1);
+const LONGEST_DRAFT: Duration = Duration::from_secs(60);
+const LONGEST_TARGET: Duration = Duration::from_secs(3600);
+const MAX_STREAMS: u32 = 1_000_000;
+
+/// An option is out of its range.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("gateway option {field}: must be {limit}, given {given}")]
+pub struct OptionError {
+    /// The option.
+    pub field: &'static str,
+    /// What it may be.
+    pub limit: String,
+    /// What was given.
+    pub given: String,
+}
 
 /// How the gateway runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,21 +32,21 @@ pub struct GatewayOptions {
     pub target: Address,
     /// The draft service; without one every round is plain.
     pub draft: Option<Address>,
-    /// Longest wait for a proposal when the gateway chooses the length; a round that misses it is
-    /// plain. A request that fixes its own draft waits at least [`GatewayOptions::EXACT_DEADLINE`].
+    /// Longest wait for a proposal when the gateway chooses the length, 1 ms to 60 s; a round that misses it
+    /// is plain. A request that fixes its own draft waits at least [`GatewayOptions::EXACT_DEADLINE`].
     pub draft_deadline: Duration,
-    /// How long a request waits for a target that is away, at admission or in the middle.
+    /// How long a request waits for a target that is away, at admission or in the middle: 1 ms to 1 h.
     pub target_timeout: Duration,
-    /// How long the target may compute nothing while a request waits for it. A request that has waited
+    /// How long the target may compute nothing while a request waits for it, 1 ms to 1 h. A request that has waited
     /// this long looks once; if nothing was computed by the next look, it gives that target up.
     pub stall_limit: Duration,
-    /// Tokens drafted a round when the request does not say.
+    /// Tokens drafted a round when the request does not say, 0 to 63.
     pub default_k: u32,
-    /// Requests that run at once; one more is refused with RESOURCE_EXHAUSTED.
+    /// Requests that run at once, 1 to 1,000,000; one more is refused with RESOURCE_EXHAUSTED.
     pub max_streams: u32,
-    /// Longest text prompt in bytes, refused before it is tokenised.
+    /// Longest text prompt in bytes, 1 to [`MAX_MESSAGE`]; a longer one is refused before it is tokenised.
     pub max_prompt_bytes: usize,
-    /// How long running requests may take to end after a drain began.
+    /// How long running requests may take to end after a drain began; 0 ends them at once.
     pub drain_grace: Duration,
 }
 
@@ -49,6 +68,68 @@ impl GatewayOptions {
             max_streams: 1024,
             max_prompt_bytes: 8 << 20,
             drain_grace: Duration::from_secs(30),
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), OptionError> {
+        range("draft_deadline", self.draft_deadline, SHORTEST..=LONGEST_DRAFT)?;
+        range("target_timeout", self.target_timeout, SHORTEST..=LONGEST_TARGET)?;
+        range("stall_limit", self.stall_limit, SHORTEST..=LONGEST_TARGET)?;
+        range("default_k", self.default_k, 0..=MAX_VERIFY_ROWS as u32 - 1)?;
+        range("max_streams", self.max_streams, 1..=MAX_STREAMS)?;
+        range("max_prompt_bytes", self.max_prompt_bytes, 1..=MAX_MESSAGE)
+    }
+}
+
+fn range<T: PartialOrd + Debug>(
+    field: &'static str,
+    given: T,
+    allowed: RangeInclusive<T>,
+) -> Result<(), OptionError> {
+    if allowed.contains(&given) {
+        return Ok(());
+    }
+    Err(OptionError { field, limit: format!("{allowed:?}"), given: format!("{given:?}") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options() -> GatewayOptions {
+        let at = |name: &str| Address::Unix(name.into());
+        GatewayOptions::new(at("gateway"), at("target"), Some(at("draft")))
+    }
+
+    #[test]
+    fn the_defaults_are_in_range() {
+        assert_eq!(options().validate(), Ok(()));
+    }
+
+    #[test]
+    fn what_is_out_of_range_is_one_line() {
+        let zero = Duration::ZERO;
+        for (options, line) in [
+            (
+                GatewayOptions { draft_deadline: zero, ..options() },
+                "draft_deadline: must be 1ms..=60s, given 0ns",
+            ),
+            (
+                GatewayOptions { target_timeout: zero, ..options() },
+                "target_timeout: must be 1ms..=3600s, given 0ns",
+            ),
+            (
+                GatewayOptions { stall_limit: Duration::from_secs(3601), ..options() },
+                "stall_limit: must be 1ms..=3600s, given 3601s",
+            ),
+            (GatewayOptions { default_k: 64, ..options() }, "default_k: must be 0..=63, given 64"),
+            (GatewayOptions { max_streams: 0, ..options() }, "max_streams: must be 1..=1000000, given 0"),
+            (
+                GatewayOptions { max_prompt_bytes: 0, ..options() },
+                "max_prompt_bytes: must be 1..=33554432, given 0",
+            ),
+        ] {
+            assert_eq!(options.validate().unwrap_err().to_string(), format!("gateway option {line}"));
         }
     }
 }
