@@ -57,13 +57,13 @@ where
 }
 
 fn log(method: &str, began: Instant, headers: &HeaderMap) {
-    let milliseconds = began.elapsed().as_secs_f64() * 1e3;
+    let milliseconds = began.elapsed().as_micros() as f64 / 1e3;
     match refusal(headers) {
         None => tracing::debug!(method, milliseconds, "call"),
-        Some((code @ (Code::Internal | Code::Unknown | Code::DataLoss), message)) => {
-            tracing::error!(method, milliseconds, ?code, message, "call failed");
+        Some((code @ (Code::Internal | Code::Unknown | Code::DataLoss), why)) => {
+            tracing::error!(method, milliseconds, ?code, why, "call failed");
         }
-        Some((code, message)) => tracing::debug!(method, milliseconds, ?code, message, "call refused"),
+        Some((code, why)) => tracing::debug!(method, milliseconds, ?code, why, "call refused"),
     }
 }
 
