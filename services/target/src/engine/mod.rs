@@ -227,9 +227,11 @@ impl Engine {
         let waiting = self.waiting.len();
         let active = self.sequences.values().filter(|sequence| !sequence.is_finished()).count();
         let used = (self.pages.pages() - self.pages.free_pages()) * self.pages.page_rows();
-        let aux = self.features.as_ref().map_or(0, Features::kept_bytes);
         self.gauges.set_sequences(active - waiting, waiting);
-        self.gauges.set_memory(used as u64, aux);
+        self.gauges.set_kv(used as u64);
+        if let Some(features) = &self.features {
+            self.gauges.set_features(features.kept_bytes(), features.rows_let_go());
+        }
         self.gauges.set_streams(self.streams.len());
     }
 }

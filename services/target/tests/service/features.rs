@@ -140,7 +140,8 @@ async fn a_full_cache_lets_the_oldest_rows_go_and_says_where_it_starts() {
     assert_eq!(held.first_held + count, long.len() as u32);
     assert!(count > 32 && count <= 64, "{count} rows held");
     assert!(lease.rows(&held.refs, held.first_held) == rows[held.first_held as usize * lease.width()..]);
-    assert_eq!(server.load().await.aux_bytes, 64 * row);
+    let load = server.load().await;
+    assert_eq!((load.aux_bytes, load.aux_rows_let_go), (64 * row, u64::from(held.first_held)));
     drop(lease);
     server.stop().await;
 }
