@@ -94,7 +94,7 @@ impl Service {
         let reply = LeaseGrant {
             lease_id: id.get(),
             epoch: self.state.epoch.get(),
-            fingerprint: self.state.fingerprint.clone(),
+            fingerprint: self.state.fingerprint().to_owned(),
             door: door.path().to_string_lossy().into_owned(),
             token: token.as_bytes().to_vec().into(),
             weights: Some(grant_to_wire(grant)),
