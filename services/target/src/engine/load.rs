@@ -87,6 +87,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         features,
         sequences: BTreeMap::new(),
         waiting: VecDeque::new(),
+        finished: VecDeque::new(),
         arrivals: 0,
         streams: Streams::default(),
         sampler: Sampler::new(),

@@ -48,6 +48,7 @@ impl Engine {
                 }
                 Rows::Round => self.commit_round(*piece, &out, index, &aux)?,
             }
+            self.release_finished(piece.key);
         }
         self.gauges.add_step(out.rows.last().map_or(0, |rows| rows.end));
         self.last_step = began.elapsed();

@@ -1,4 +1,4 @@
-//! A Rounds stream: frames to the engine, replies back, until either half ends.
+//! A Rounds stream: frames to the engine, replies back, until the gateway stops reading or all it sent is answered.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -45,7 +45,7 @@ impl Service {
         Box::pin(replies)
     }
 
-    /// Carries frames to the engine. Once it has said hello the engine holds the only lasting sender, so the replies
+    /// Carries frames to the engine until none come, then waits for the replies to end. Once it has said hello the engine holds the only lasting sender, so the replies
     /// end when it lets go; until then this half does, so that they do not end before their ending is known.
     async fn read(self, mut frames: Streaming<TargetFrame>, replies: Replies, gone: CancellationToken) {
         let stream = self.new_stream();
@@ -55,7 +55,10 @@ impl Service {
         let conversation = async {
             let first = self.greet(stream, &mut frames, &mut held).await?;
             self.tell(Command::Items { stream, items: first }).await?;
-            self.forward(stream, &mut frames, &weak).await
+            self.forward(stream, &mut frames, &weak).await?;
+            self.tell(Command::Finish(stream)).await?;
+            // The engine ends the replies, and the gateway's taking the end of them ends this.
+            std::future::pending().await
         };
         let outcome = tokio::select! {
             outcome = conversation => outcome,
