@@ -5,5 +5,6 @@ mod admission;
 mod features;
 mod harness;
 mod lifecycle;
+mod numbers;
 mod protocol;
 mod tokens;
