@@ -5,6 +5,8 @@ use eyrie_tests::{Fleet, Golden, ask, client, goldens};
 
 /// Two correct float32 implementations may choose differently only where the reference's gap is smaller.
 const CLOSE: f64 = 2e-4;
+/// The same for the relative gap of tree scores.
+const CLOSE_SCORE: f64 = 1e-5;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn greedy_tokens_and_chain_rounds_equal_the_reference() {
@@ -41,6 +43,32 @@ fn check_rounds(golden: &Golden, k: u32, outcome: &eyrie_tests::Outcome) {
         let path: Vec<u32> = (1..=round.accepted).collect();
         assert_eq!(round.accepted_path, path);
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dynamic_tree_rounds_equal_the_reference() {
+    let fleet = Fleet::start(EYRIE, &[]);
+    let mut client = client(&fleet.ready().grpc).await;
+    let mut compared = 0;
+    for golden in goldens().iter().filter(|g| g.min_gap >= CLOSE) {
+        for (nodes, want) in &golden.tree {
+            let asked = ask(&golden.prompt_ids, 96).tree(4, 5, nodes.parse().unwrap());
+            let outcome = asked.run(&mut client).await.unwrap();
+            assert_eq!(outcome.ids, golden.greedy_ids, "{} tree of {nodes}", golden.id);
+            assert_eq!(outcome.rounds.len(), want.rounds.len(), "{} tree of {nodes}", golden.id);
+            let all_but_last = want.rounds.len() - 1;
+            for (got, want) in outcome.rounds.iter().zip(&want.rounds[..all_but_last]) {
+                if want.min_rel_gap < CLOSE_SCORE {
+                    continue;
+                }
+                let parents: Vec<i64> = got.parents.iter().map(|&p| i64::from(p)).collect();
+                assert_eq!((&got.proposed[..], &parents[..]), (&want.tokens[1..], &want.parents[1..]));
+                assert_eq!(got.accepted_path, want.accepted_path);
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared > 100, "{compared} rounds compared");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

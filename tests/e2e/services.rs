@@ -122,3 +122,45 @@ fn a_supervised_service_ends_when_it_is_told_to() {
     signal(service.pid(), Signal::TERM);
     assert_eq!(service.wait(), Some(0), "{}", service.log());
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_service_is_started_again_however_it_ended() {
+    let fleet = Fleet::start(EYRIE, &["--restart"]);
+    let golden = &goldens()[8];
+    type Pid = fn(&eyrie_tests::Pids) -> u32;
+    let services: [(&str, Pid); 3] =
+        [("target", |p| p.target), ("draft", |p| p.draft.unwrap_or(0)), ("gateway", |p| p.gateway)];
+    for (name, pid) in services {
+        for with in [Signal::TERM, Signal::KILL] {
+            let before = pid(&fleet.ready().pids);
+            signal(before, with);
+            until(name, async || (pid(&fleet.ready().pids) != before).then_some(())).await;
+            let ready = fleet.ready();
+            let outcome =
+                ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&ready.grpc).await).await.unwrap();
+            assert_eq!(outcome.ids, golden.greedy_ids, "{name} after {with:?}");
+            assert!(outcome.usage.accepted_tokens > 0, "{name} after {with:?}");
+        }
+    }
+}
+
+#[test]
+fn a_start_that_cannot_succeed_says_why_and_ends() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listen = taken.local_addr().unwrap().to_string();
+    for (args, part) in [(&["--listen", listen.as_str()][..], "in use"), (&["--kv-tokens", "0"], "kv-tokens")]
+    {
+        let out = std::process::Command::new(EYRIE)
+            .arg("up")
+            .args(args)
+            .current_dir(eyrie_tests::root())
+            .output()
+            .unwrap();
+        let told = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {told}");
+        assert!(
+            told.lines().any(|line| line.starts_with("error:") && line.contains(part)),
+            "{args:?}: {told}"
+        );
+    }
+}

@@ -19,6 +19,29 @@ pub struct Golden {
     pub min_gap: f64,
     /// By K: the rounds.
     pub chain: BTreeMap<String, Chain>,
+    /// By nodes with the root, top-k 4 and 5 levels: the rounds; of the first prompts only.
+    #[serde(default)]
+    pub tree: BTreeMap<String, Tree>,
+}
+
+/// The dynamic-tree rounds of one size.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Tree {
+    /// In order.
+    pub rounds: Vec<TreeRound>,
+}
+
+/// One dynamic-tree round; node 0 is the root.
+#[derive(Debug, Clone, Deserialize)]
+pub struct TreeRound {
+    /// Parent of each node, -1 for the root.
+    pub parents: Vec<i64>,
+    /// Token of each node.
+    pub tokens: Vec<u32>,
+    /// Accepted nodes, the root left out.
+    pub accepted_path: Vec<u32>,
+    /// Smallest relative score gap at a cut.
+    pub min_rel_gap: f64,
 }
 
 /// The chain rounds of one K.

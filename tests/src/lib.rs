@@ -10,7 +10,7 @@ mod goldens;
 mod request;
 
 pub use fleet::{Fleet, Pids, Ready, Service, Signal, signal, until};
-pub use goldens::{Golden, goldens};
+pub use goldens::{Golden, Tree, TreeRound, goldens};
 pub use request::{Asked, Outcome, ask, client, collect};
 
 use std::path::{Path, PathBuf};

@@ -3,7 +3,8 @@
 use eyrie_wire::v1::generation_client::GenerationClient;
 use eyrie_wire::v1::speculation::Mode;
 use eyrie_wire::v1::{
-    FinishReason, GenerateChunk, GenerateRequest, Round, Speculation, TokenIds, Usage, generate_request,
+    FinishReason, GenerateChunk, GenerateRequest, Round, Speculation, TokenIds, TreeShape, Usage,
+    generate_request,
 };
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
@@ -41,6 +42,14 @@ impl Asked {
         let speculation = self.0.speculation.get_or_insert_default();
         speculation.mode = Mode::Auto as i32;
         speculation.max_draft_tokens = Some(k);
+        self
+    }
+
+    /// Draft exactly this tree a round.
+    pub fn tree(mut self, top_k: u32, levels: u32, nodes: u32) -> Self {
+        let speculation = self.0.speculation.get_or_insert_default();
+        speculation.mode = Mode::Auto as i32;
+        speculation.tree = Some(TreeShape { top_k, levels, nodes });
         self
     }
 

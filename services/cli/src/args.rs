@@ -274,6 +274,12 @@ pub(crate) struct DraftArgs {
     /// Tokens that the draft's KV cache holds
     #[arg(long, value_name = "N", default_value_t = 65_536)]
     pub(crate) cache_tokens: usize,
+    /// Sequences at once; the least recently used makes room
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub(crate) max_sequences: usize,
+    /// Tokens proposed in one round at most
+    #[arg(long, value_name = "K", default_value_t = 63)]
+    pub(crate) max_draft_tokens: usize,
     /// Compute threads [default: the machine's cores]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<u32>,
@@ -298,6 +304,15 @@ pub(crate) struct GatewayArgs {
     /// Tokens drafted a round when the request does not say
     #[arg(long, value_name = "K", default_value_t = 3)]
     pub(crate) draft_tokens: u32,
+    /// Milliseconds to wait for a proposal before a round goes on without one
+    #[arg(long, value_name = "MS", default_value_t = 250, value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    pub(crate) draft_deadline: u64,
+    /// Seconds that a request waits for a target that is away
+    #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) target_timeout: u64,
+    /// Requests that run at once; more are refused
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) max_streams: u32,
     #[command(flatten)]
     pub(crate) service: ServiceArgs,
 }

@@ -72,7 +72,8 @@ async fn measure(fleet: &mut Fleet, args: &BenchArgs) -> anyhow::Result<Vec<Sett
 async fn pass(client: &mut Client, setting: &mut Setting, max_tokens: u32) -> anyhow::Result<()> {
     let (mut tokens, mut seconds) = (0.0, 0.0);
     for prompt in PROMPTS {
-        let done = client::run(client, client::greedy(prompt, max_tokens, setting.drafting), |_| {}).await?;
+        let done =
+            client::run(client, client::greedy(prompt, max_tokens, setting.drafting), client::unseen).await?;
         tokens += done.token_ids.len().saturating_sub(1) as f64;
         seconds += done.decoding.as_secs_f64();
         // The first token comes from the prompt and belongs to no round.

@@ -1,5 +1,6 @@
 //! The client side of `eyrie.v1.Generation`, as the commands use it.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -51,6 +52,11 @@ pub(crate) fn greedy(prompt: &str, max_tokens: u32, drafting: Drafting) -> Gener
     }
 }
 
+/// For runs that nobody watches.
+pub(crate) fn unseen(_: &GenerateChunk) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
 /// Ids as a prompt.
 pub(crate) fn id_prompt(ids: Vec<u32>) -> generate_request::Prompt {
     generate_request::Prompt::Ids(TokenIds { ids })
@@ -95,11 +101,11 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
-/// Runs a request to its end, handing each chunk to `show`.
+/// Runs a request to its end, handing each chunk to `show`; a break ends it early, with what came so far.
 pub(crate) async fn run(
     client: &mut Client,
     request: GenerateRequest,
-    mut show: impl FnMut(&GenerateChunk),
+    mut show: impl FnMut(&GenerateChunk) -> ControlFlow<()>,
 ) -> anyhow::Result<Completion> {
     let sent = Instant::now();
     let mut stream = client.generate_stream(request).await.map_err(status_line)?.into_inner();
@@ -112,7 +118,7 @@ pub(crate) async fn run(
             done.first_token = start - sent;
             done.decoding = now - start;
         }
-        show(&chunk);
+        let go_on = show(&chunk);
         if let Some(started) = chunk.started {
             done.prompt_ids = started.prompt_ids;
             done.seed = started.seed;
@@ -123,6 +129,9 @@ pub(crate) async fn run(
         if let Some(finished) = chunk.finished {
             done.finish = finished.reason();
             done.usage = finished.usage.context("the gateway sent no usage with the last chunk")?;
+            return Ok(done);
+        }
+        if go_on.is_break() {
             return Ok(done);
         }
     }

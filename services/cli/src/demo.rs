@@ -98,9 +98,9 @@ async fn compare(gateway: &Address, drafted: bool, args: &DemoArgs, style: Style
     // The shown run has warmed both up; taking turns lets a slow spell of the machine hit both.
     let mut seen = Comparison { shown, plain: Vec::new(), drafted: Vec::new(), model: Model::default() };
     for _ in 0..RUNS {
-        seen.plain.push(client::run(&mut client, request(Drafting::Plain), |_| {}).await?);
+        seen.plain.push(client::run(&mut client, request(Drafting::Plain), client::unseen).await?);
         if drafted {
-            seen.drafted.push(client::run(&mut client, request(drafting), |_| {}).await?);
+            seen.drafted.push(client::run(&mut client, request(drafting), client::unseen).await?);
         }
     }
     seen.model = client.get_model(GetModelRequest {}).await.map_err(client::status_line)?.into_inner();

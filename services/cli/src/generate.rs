@@ -1,6 +1,7 @@
 //! `eyrie generate`: one prompt, streamed or as JSON.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -27,7 +28,7 @@ pub(crate) async fn generate(args: GenerateArgs) -> anyhow::Result<ExitCode> {
         let mut out = std::io::stdout().lock();
         serde_json::to_writer(&mut out, &to_json(&done))?;
         writeln!(out)?;
-    } else {
+    } else if done.finish != FinishReason::Unspecified {
         style::note(&Style::stderr().dim(&summary(&done)));
     }
     Ok(ExitCode::SUCCESS)
@@ -80,10 +81,10 @@ impl Printer {
         Self { style: Style::stdout(), on, ends_with_newline: true, failed: None }
     }
 
-    /// Shows one chunk.
-    pub(crate) fn chunk(&mut self, chunk: &GenerateChunk) {
-        if !self.on || chunk.text.is_empty() || self.failed.is_some() {
-            return;
+    /// Shows one chunk; a break when standard output takes no more.
+    pub(crate) fn chunk(&mut self, chunk: &GenerateChunk) -> ControlFlow<()> {
+        if !self.on || chunk.text.is_empty() {
+            return ControlFlow::Continue(());
         }
         self.ends_with_newline = chunk.text.ends_with('\n');
         let accepted_end = match chunk.accepted as usize {
@@ -94,12 +95,16 @@ impl Printer {
         let mut out = std::io::stdout().lock();
         let text = if accepted.is_empty() { own.to_owned() } else { self.style.good(accepted) + own };
         self.failed = out.write_all(text.as_bytes()).and_then(|()| out.flush()).err();
+        if self.failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
     /// Ends the last line; an error if standard output failed on the way.
     pub(crate) fn end(self) -> anyhow::Result<()> {
-        if let Some(e) = self.failed {
-            return Err(e).context("writing to standard output");
+        match self.failed {
+            // The reader has seen enough, as `head` has.
+            Some(e) if e.kind() == ErrorKind::BrokenPipe => return Ok(()),
+            Some(e) => return Err(e).context("writing to standard output"),
+            None => {}
         }
         if !self.ends_with_newline {
             writeln!(std::io::stdout())?;

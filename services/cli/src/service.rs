@@ -39,6 +39,8 @@ pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
     let defaults = eyrie_draft::DraftOptions::new(args.model, args.listen, args.target);
     let options = eyrie_draft::DraftOptions {
         cache_tokens: args.cache_tokens,
+        max_sequences: args.max_sequences,
+        max_draft_tokens: args.max_draft_tokens,
         threads: args.threads.map_or(defaults.threads, |n| n as usize),
         aux_convention: args.aux_convention.map(Into::into),
         isa: Isa::from_env().context("EYRIE_ISA")?,
@@ -54,6 +56,9 @@ pub(crate) async fn gateway(args: GatewayArgs) -> anyhow::Result<ExitCode> {
     let defaults = eyrie_gateway::GatewayOptions::new(args.listen, args.target, args.draft);
     let options = eyrie_gateway::GatewayOptions {
         default_k: args.draft_tokens,
+        draft_deadline: Duration::from_millis(args.draft_deadline),
+        target_timeout: Duration::from_secs(args.target_timeout),
+        max_streams: args.max_streams,
         drain_grace: drain_grace(&args.service),
         ..defaults
     };

@@ -109,8 +109,9 @@ fn set_up() -> Setup {
     let (sender, mailbox) = mailbox();
     let drain = Drain::new();
     let service = Service::new(Arc::clone(&state), sender, drain.clone(), Duration::ZERO);
-    let gauges = Arc::clone(&state.gauges);
-    Setup { request: LoadRequest { checkpoint, plan, epoch, gauges, drain }, state, service, mailbox }
+    let (config_hash, gauges) = (state.files.config_hash(), Arc::clone(&state.gauges));
+    let request = LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain };
+    Setup { request, state, service, mailbox }
 }
 
 type Ended = JoinHandle<Result<(), TargetError>>;
@@ -119,7 +120,7 @@ fn start(fault: Fault) -> (Service, Ended) {
     let Setup { state, service, request, mailbox } = set_up();
     let loaded = load(request, &mut |_| {}).unwrap();
     let engine = loaded.engine.with_model(|model| Box::new(Faulty { model, fault }));
-    state.loaded(loaded.exports, loaded.formats);
+    state.loaded(loaded.exports, loaded.formats, loaded.fingerprint);
     let thread = std::thread::spawn(move || step_until_stopped(&state, engine, &mailbox));
     (service, thread)
 }
@@ -148,7 +149,7 @@ async fn before_it_is_loaded_a_target_says_so() {
     assert_eq!(reason_of(&status).as_deref(), Some("LOADING"), "{status}");
     let card = setup.state.card(false);
     assert_eq!((card.state, card.loaded_bytes), (LoadState::Loading as i32, 0));
-    assert!(card.total_bytes > 1_000_000);
+    assert!(card.total_bytes > 1_000_000 && card.fingerprint.is_empty());
 }
 
 #[tokio::test]

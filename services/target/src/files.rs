@@ -7,10 +7,11 @@ use serde_json::Value;
 
 use crate::TargetError;
 
+const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 /// Names that may be served; a folder has some of them.
 const SERVED: [&str; 6] = [
-    "config.json",
+    CONFIG,
     GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,6 +49,12 @@ impl Files {
 
     pub(crate) fn infos(&self) -> &[FileInfo] {
         &self.infos
+    }
+
+    /// blake3 of `config.json`, in hex; empty without one, which no checkpoint is.
+    pub(crate) fn config_hash(&self) -> String {
+        let config = self.infos.iter().find(|info| info.name == CONFIG);
+        config.map(|info| info.blake3.clone()).unwrap_or_default()
     }
 
     /// The path of a served file; names that were not found by [`scan`](Self::scan) have none.

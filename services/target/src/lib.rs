@@ -9,6 +9,7 @@ mod error;
 #[cfg(test)]
 mod fault_tests;
 mod files;
+mod fingerprint;
 mod options;
 mod plan;
 mod rpc;

@@ -98,7 +98,14 @@ impl EngineThread {
         let (loaded_sender, loaded) = oneshot::channel();
         let (ended_sender, ended) = oneshot::channel();
         let (state, gauges) = (Arc::clone(state), Arc::clone(&state.gauges));
-        let request = LoadRequest { checkpoint, plan: state.plan.clone(), epoch: state.epoch, gauges, drain };
+        let request = LoadRequest {
+            checkpoint,
+            config_hash: state.files.config_hash(),
+            plan: state.plan.clone(),
+            epoch: state.epoch,
+            gauges,
+            drain,
+        };
         std::thread::Builder::new().name("target-engine".to_owned()).spawn(move || {
             let outcome = work(&state, request, &mailbox, loaded_sender);
             let _ = ended_sender.send(outcome);
@@ -124,9 +131,9 @@ fn work(
 ) -> Result<(), TargetError> {
     let outcome = guarded(|| load(request, &mut |progress| state.progress(progress)));
     let outcome = outcome.inspect_err(|error| state.failed(error.to_string()));
-    let Loaded { engine, exports, formats } = outcome?;
+    let Loaded { engine, exports, formats, fingerprint } = outcome?;
     tracing::info!(weights = formats, "model loaded");
-    state.loaded(exports, formats);
+    state.loaded(exports, formats, fingerprint);
     let _ = loaded.send(());
     step_until_stopped(state, engine, mailbox)
 }
@@ -175,7 +182,7 @@ impl Life<'_> {
                     on_ready(&Ready {
                         address,
                         epoch: self.state.epoch.get(),
-                        fingerprint: self.state.fingerprint.clone(),
+                        fingerprint: self.state.fingerprint().to_owned(),
                         load_time: began.elapsed(),
                     });
                     self.drain.draining().await;

@@ -16,7 +16,6 @@ use crate::plan::Plan;
 /// State of one boot of the service.
 pub(crate) struct State {
     pub(crate) epoch: Epoch,
-    pub(crate) fingerprint: String,
     pub(crate) plan: Plan,
     pub(crate) files: Files,
     pub(crate) leases: LeaseTable,
@@ -28,6 +27,7 @@ pub(crate) struct State {
     loaded_bytes: AtomicU64,
     total_bytes: AtomicU64,
     formats: OnceLock<String>,
+    fingerprint: OnceLock<String>,
     exports: OnceLock<Exports>,
     failure: OnceLock<String>,
 }
@@ -44,7 +44,6 @@ impl State {
         let name = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
         Self {
             epoch,
-            fingerprint: fingerprint(checkpoint, &files, &plan.capture),
             plan,
             files,
             leases: LeaseTable::new(),
@@ -55,6 +54,7 @@ impl State {
             loaded_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(checkpoint.account().loaded.bytes),
             formats: OnceLock::new(),
+            fingerprint: OnceLock::new(),
             exports: OnceLock::new(),
             failure: OnceLock::new(),
         }
@@ -66,10 +66,16 @@ impl State {
         self.total_bytes.store(progress.bytes_total, Relaxed);
     }
 
-    /// Notes that the model is loaded and what it exports.
-    pub(crate) fn loaded(&self, exports: Exports, formats: String) {
+    /// Notes that the model is loaded, what it exports and what it is.
+    pub(crate) fn loaded(&self, exports: Exports, formats: String, fingerprint: String) {
         let _ = self.formats.set(formats);
+        let _ = self.fingerprint.set(fingerprint);
         let _ = self.exports.set(exports);
+    }
+
+    /// Identity of the model; empty until it is loaded.
+    pub(crate) fn fingerprint(&self) -> &str {
+        self.fingerprint.get().map_or("", String::as_str)
     }
 
     /// What is exported, once loaded.
@@ -108,7 +114,7 @@ impl State {
             epoch: self.epoch.get(),
             name: self.name.clone(),
             architecture: architecture_name(self.config.architecture).to_owned(),
-            fingerprint: self.fingerprint.clone(),
+            fingerprint: self.fingerprint().to_owned(),
             vocab_size: self.plan.vocab,
             hidden_size: self.hidden_size(),
             layers: self.layers(),
@@ -151,22 +157,4 @@ fn architecture_name(architecture: Architecture) -> &'static str {
         Architecture::DeepseekV3 => "DeepseekV3ForCausalLM",
         Architecture::KimiK25 => "KimiK25ForConditionalGeneration",
     }
-}
-
-/// Identity of what is served: configuration files, names, types and shapes of all tensors, and the capture set.
-fn fingerprint(checkpoint: &TargetCheckpoint, files: &Files, capture: &[u32]) -> String {
-    let mut hasher = blake3::Hasher::new();
-    for info in files.infos().iter().filter(|info| info.name == "config.json") {
-        hasher.update(info.name.as_bytes()).update(info.blake3.as_bytes());
-    }
-    for entry in checkpoint.index().entries() {
-        hasher.update(entry.name.as_bytes()).update(entry.dtype.to_string().as_bytes());
-        for &size in &entry.shape {
-            hasher.update(&(size as u64).to_le_bytes());
-        }
-    }
-    for id in capture {
-        hasher.update(&id.to_le_bytes());
-    }
-    hasher.finalize().to_hex().to_string()
 }

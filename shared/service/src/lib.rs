@@ -1,10 +1,12 @@
 //! What every service shares: telemetry, health and reflection, drain.
 #![forbid(unsafe_code)]
 
+mod calls;
 mod drain;
 mod serve;
 mod telemetry;
 
+pub use calls::{LogCalls, LoggedCalls};
 pub use drain::Drain;
 pub use serve::{Health, ServeError, serve};
 pub use telemetry::{LogFormat, init_telemetry};

@@ -7,7 +7,7 @@ use tonic::service::Routes;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use crate::Drain;
+use crate::{Drain, LogCalls};
 
 /// Why serving ended early.
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +72,7 @@ pub async fn serve(
     let address = listener.address().clone();
     tracing::info!(%address, service = name, "listening");
     let stop = drain.clone();
-    let serving = eyrie_wire::server().add_routes(routes).serve_with_incoming_shutdown(
+    let serving = eyrie_wire::server().layer(LogCalls).add_routes(routes).serve_with_incoming_shutdown(
         listener.incoming(),
         async move {
             stop.stopped().await;

@@ -18,11 +18,12 @@ pub enum LogFormat {
     Json,
 }
 
-/// Installs the process-wide log subscriber; `EYRIE_LOG` (as `RUST_LOG`) selects levels, default `info`.
-/// A value that is no filter is reported and leaves the default. A second call changes nothing.
+/// Installs the process-wide log subscriber; `EYRIE_LOG` selects levels, default `info`: a level for our own
+/// crates (`debug`), or a filter as in `RUST_LOG` (`h2=debug,eyrie_draft=trace`). A value that is neither is
+/// reported and leaves the default. A second call changes nothing.
 pub fn init_telemetry(format: LogFormat) {
     let wanted = std::env::var(LEVELS).unwrap_or_default();
-    let parsed = EnvFilter::builder().parse(if wanted.is_empty() { DEFAULT } else { &wanted });
+    let parsed = EnvFilter::builder().parse(directives(&wanted));
     let (filter, problem) = match parsed {
         Ok(filter) => (filter, None),
         Err(e) => (EnvFilter::new(DEFAULT), Some(e)),
@@ -43,11 +44,28 @@ pub fn init_telemetry(format: LogFormat) {
     }
 }
 
+/// The filter that `wanted` means: a bare level leaves out what the transport says of every frame.
+fn directives(wanted: &str) -> String {
+    match wanted.parse::<tracing::Level>() {
+        Ok(level) if level > tracing::Level::INFO => format!("{DEFAULT},eyrie={wanted}"),
+        _ if wanted.is_empty() => DEFAULT.to_owned(),
+        _ => wanted.to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::process::Command;
 
     use super::*;
+
+    #[test]
+    fn a_bare_level_is_for_our_own_crates() {
+        assert_eq!(directives(""), "info");
+        assert_eq!(directives("debug"), "info,eyrie=debug");
+        assert_eq!(directives("error"), "error");
+        assert_eq!(directives("h2=debug"), "h2=debug");
+    }
 
     /// In a process of its own, since subscriber and environment are the process's.
     #[test]

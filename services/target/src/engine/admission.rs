@@ -1,10 +1,13 @@
 //! What the engine refuses, with the limit and the given value, before it costs anything.
 
-use eyrie_speculation::{Proposal, SamplingParams, StopRules};
+use eyrie_speculation::{MAX_NODES, Proposal, SamplingParams, StopRules};
 use eyrie_wire::v1::{self, ItemError};
 use eyrie_wire::{MAX_VERIFY_ROWS, Reason, item_error};
 
 use super::sequence::Request;
+
+// What the protocol lets a Verify carry, a proposal can hold.
+const _: () = assert!(MAX_VERIFY_ROWS == MAX_NODES);
 
 /// Stop ids of one request at most.
 const MAX_STOP_IDS: usize = 64;

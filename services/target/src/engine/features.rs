@@ -46,6 +46,11 @@ impl Features {
         self.kept.bytes
     }
 
+    /// Rows that were let go since boot because the memory for them was full.
+    pub(crate) fn rows_let_go(&self) -> u64 {
+        self.kept.rows_let_go
+    }
+
     /// Publishes and keeps `rows` (row-major), the first of which belongs to position `first` of `key`.
     pub(crate) fn publish(
         &mut self,

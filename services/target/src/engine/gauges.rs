@@ -13,6 +13,7 @@ pub(crate) struct Gauges {
     waiting: AtomicU64,
     kv_used: AtomicU64,
     aux_bytes: AtomicU64,
+    aux_rows_let_go: AtomicU64,
     streams: AtomicU64,
     rows: AtomicU64,
     steps: AtomicU64,
@@ -26,6 +27,7 @@ impl Gauges {
             waiting: AtomicU64::new(0),
             kv_used: AtomicU64::new(0),
             aux_bytes: AtomicU64::new(0),
+            aux_rows_let_go: AtomicU64::new(0),
             streams: AtomicU64::new(0),
             rows: AtomicU64::new(0),
             steps: AtomicU64::new(0),
@@ -40,10 +42,15 @@ impl Gauges {
         self.active.send_if_modified(|held| std::mem::replace(held, active) != active);
     }
 
-    /// Reserved KV slots, and bytes of feature rows kept.
-    pub(crate) fn set_memory(&self, kv_used: u64, aux_bytes: u64) {
+    /// Reserved KV slots.
+    pub(crate) fn set_kv(&self, kv_used: u64) {
         self.kv_used.store(kv_used, Relaxed);
-        self.aux_bytes.store(aux_bytes, Relaxed);
+    }
+
+    /// Bytes of feature rows kept, and rows let go since boot because there was no room for more.
+    pub(crate) fn set_features(&self, bytes: u64, rows_let_go: u64) {
+        self.aux_bytes.store(bytes, Relaxed);
+        self.aux_rows_let_go.store(rows_let_go, Relaxed);
     }
 
     pub(crate) fn set_streams(&self, streams: usize) {
@@ -72,6 +79,7 @@ impl Gauges {
             steps: self.steps.load(Relaxed),
             streams: clamp(&self.streams),
             aux_bytes: self.aux_bytes.load(Relaxed),
+            aux_rows_let_go: self.aux_rows_let_go.load(Relaxed),
             ..Default::default()
         }
     }

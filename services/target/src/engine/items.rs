@@ -1,5 +1,7 @@
 //! The items of a frame, taken between steps: what needs no computing is answered here.
 
+use std::time::Instant;
+
 use eyrie_wire::v1::{self, ItemError, target_item::Op, target_out::Body};
 use eyrie_wire::{Reason, item_error};
 
@@ -55,6 +57,7 @@ impl Engine {
             self.streams.reply(sequence.route, key.seq, body);
         }
         sequence.route = stream;
+        sequence.asked = Instant::now();
         sequence.expires = None;
         Ok(())
     }

@@ -19,6 +19,7 @@ use super::features::Features;
 use super::streams::Streams;
 use super::{Engine, Gauges};
 use crate::TargetError;
+use crate::fingerprint::{Parts, fingerprint};
 use crate::plan::Plan;
 
 /// Slots of a KV page.
@@ -27,6 +28,8 @@ const PAGE_ROWS: usize = 64;
 /// What loading needs.
 pub(crate) struct LoadRequest {
     pub(crate) checkpoint: Arc<TargetCheckpoint>,
+    /// blake3 of its `config.json`, in hex.
+    pub(crate) config_hash: String,
     pub(crate) plan: Plan,
     pub(crate) epoch: Epoch,
     pub(crate) gauges: Arc<Gauges>,
@@ -47,11 +50,13 @@ pub(crate) struct Loaded {
     pub(crate) exports: Exports,
     /// Weight formats with bytes, for people.
     pub(crate) formats: String,
+    /// Identity of the model, in hex.
+    pub(crate) fingerprint: String,
 }
 
 /// Loads the model; `progress` is told the bytes read.
 pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Loaded, TargetError> {
-    let LoadRequest { checkpoint, plan, epoch, gauges, drain } = request;
+    let LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain } = request;
     let cpu = Cpu::new(CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) })?;
     let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch)?;
     let mut model = load_target(&checkpoint, shared, &cpu, progress)?;
@@ -63,6 +68,9 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
             Some(Features::create(plan.ring_slots, plan.aux_width, plan.aux_cache_bytes, epoch)?)
         }
     };
+    let parts =
+        Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
+    let fingerprint = fingerprint(&checkpoint, parts);
     let exports = Exports::of(model.as_ref(), features.as_ref())?;
     let cache = model.new_cache(plan.kv_tokens, PAGE_ROWS)?;
     let engine = Engine {
@@ -79,6 +87,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         features,
         sequences: BTreeMap::new(),
         waiting: VecDeque::new(),
+        finished: VecDeque::new(),
         arrivals: 0,
         streams: Streams::default(),
         sampler: Sampler::new(),
@@ -89,7 +98,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         last_step: Duration::ZERO,
         ready_since: None,
     };
-    Ok(Loaded { engine, exports, formats: formats(&checkpoint)? })
+    Ok(Loaded { engine, exports, formats: formats(&checkpoint)?, fingerprint })
 }
 
 impl Exports {

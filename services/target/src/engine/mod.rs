@@ -19,7 +19,8 @@ use std::time::{Duration, Instant};
 use eyrie_model::{LatentCache, PageAllocator, TargetModel};
 use eyrie_service::Drain;
 use eyrie_speculation::Sampler;
-use eyrie_wire::v1::TargetItem;
+use eyrie_wire::v1::{TargetItem, target_out::Body};
+use eyrie_wire::{Reason, item_error};
 
 use self::admission::Limits;
 use self::features::Features;
@@ -37,6 +38,10 @@ pub(crate) use self::streams::{Ending, Life, Replies, StreamId};
 const STREAM_GRACE: Duration = Duration::from_secs(5);
 /// How long sequences outlive the last unary Round that spoke of them: a person types the next one.
 const UNARY_GRACE: Duration = Duration::from_secs(60);
+/// How long an Open may wait for pages where its caller says nothing more until it is answered.
+const PAGE_WAIT: Duration = Duration::from_secs(5);
+/// Finished sequences kept for replays; one more lets the oldest go.
+const MAX_FINISHED: usize = 256;
 /// How long a step may wait for sequences that have no item yet, and as a part of the last step.
 const GATHER: Duration = Duration::from_micros(200);
 const GATHER_PART: u32 = 20;
@@ -49,6 +54,8 @@ pub(crate) enum Command {
     Attach { stream: StreamId, boot: u64, life: Life, replies: Replies },
     /// A frame's items.
     Items { stream: StreamId, items: Vec<TargetItem> },
+    /// No more items come on this stream: it ends when those it brought are answered.
+    Finish(StreamId),
     /// A stream ended.
     Detach(StreamId),
     /// Look at the drain state.
@@ -57,7 +64,8 @@ pub(crate) enum Command {
     Stop,
 }
 
-/// Everything a step touches. Invariant: a sequence is in `waiting` exactly while it holds no pages.
+/// Everything a step touches. Invariant: a sequence holds pages, or is in `waiting`, or has finished and is in
+/// `finished`.
 pub(crate) struct Engine {
     model: Box<dyn TargetModel>,
     cache: LatentCache,
@@ -65,6 +73,8 @@ pub(crate) struct Engine {
     features: Option<Features>,
     sequences: BTreeMap<Key, Sequence>,
     waiting: VecDeque<Key>,
+    /// In the order in which they finished.
+    finished: VecDeque<Key>,
     /// Sequences opened so far.
     arrivals: u64,
     streams: Streams,
@@ -109,6 +119,7 @@ impl Engine {
             // Before the replies go out, so that who has read one finds it in the report.
             self.report();
             let stalled = self.streams.flush();
+            self.end_finished_streams();
             match self.next(now, stalled) {
                 Next::Step => {
                     self.ready_since = None;
@@ -127,6 +138,7 @@ impl Engine {
         match command {
             Command::Attach { stream, boot, life, replies } => self.attach(stream, boot, life, replies),
             Command::Items { stream, items } => self.take_items(stream, items),
+            Command::Finish(stream) => self.streams.finish(stream),
             Command::Detach(stream) => self.detach(stream),
             Command::Wake => {}
             Command::Stop => return ControlFlow::Break(()),
@@ -160,7 +172,16 @@ impl Engine {
         }
     }
 
-    /// Frees sequences whose gateway did not come back.
+    /// Ends the streams on which nothing more is said when nothing is left to answer.
+    fn end_finished_streams(&mut self) {
+        let waits = |id| self.sequences.values().any(|s| s.route == id && s.has_work());
+        let ended: Vec<StreamId> = self.streams.finished().filter(|&id| !waits(id)).collect();
+        for stream in ended {
+            self.detach(stream);
+        }
+    }
+
+    /// Frees sequences whose gateway did not come back, and those that have waited too long for pages.
     fn expire(&mut self, now: Instant) {
         let expired = |sequence: &Sequence| sequence.expires.is_some_and(|at| at <= now);
         let keys: Vec<Key> = self.sequences.iter().filter(|(_, s)| expired(s)).map(|(&key, _)| key).collect();
@@ -170,12 +191,33 @@ impl Engine {
         for key in keys {
             self.close(key);
         }
+        self.refuse_overdue(now);
+    }
+
+    /// When a sequence that waits for pages is refused. Its caller may hold the pages it waits for, and would not let
+    /// go of them before it is answered.
+    fn page_deadline(&self, key: Key) -> Option<Instant> {
+        let sequence = self.sequences.get(&key)?;
+        self.streams.is_final(sequence.route).then(|| sequence.asked + PAGE_WAIT)
+    }
+
+    fn refuse_overdue(&mut self, now: Instant) {
+        let overdue = |&key: &Key| self.page_deadline(key).is_some_and(|at| at <= now);
+        let keys: Vec<Key> = self.waiting.iter().copied().filter(overdue).collect();
+        for key in keys {
+            let message = format!("no KV pages became free for the sequence in {} s", PAGE_WAIT.as_secs());
+            if let Some(sequence) = self.sequences.get(&key) {
+                let body = Body::Error(item_error(Reason::Busy, message));
+                self.streams.reply(sequence.route, key.seq, body);
+            }
+            self.close(key);
+        }
     }
 
     /// Gives pages to waiting sequences, first come first served. The whole need is reserved, so none fails later.
     fn admit(&mut self) {
         while let Some(&key) = self.waiting.front() {
-            if self.sequences.len() - self.waiting.len() >= self.max_sequences {
+            if self.sequences.len() - self.waiting.len() - self.finished.len() >= self.max_sequences {
                 return;
             }
             if let Some(sequence) = self.sequences.get_mut(&key)
@@ -190,12 +232,31 @@ impl Engine {
     /// Frees a sequence, whatever it is doing.
     fn close(&mut self, key: Key) {
         let Some(sequence) = self.sequences.remove(&key) else { return };
-        if !sequence.holds_pages() {
+        if sequence.is_finished() {
+            self.finished.retain(|&finished| finished != key);
+        } else if !sequence.holds_pages() {
             self.waiting.retain(|&waiting| waiting != key);
         }
         self.pages.free(sequence.table);
         if let Some(features) = &mut self.features {
             features.forget(key);
+        }
+    }
+
+    /// Takes back what a sequence holds once it has finished; its last replies stay until it is closed.
+    fn release_finished(&mut self, key: Key) {
+        let Some(sequence) = self.sequences.get_mut(&key).filter(|sequence| sequence.is_finished()) else {
+            return;
+        };
+        self.pages.free(sequence.release());
+        if let Some(features) = &mut self.features {
+            features.forget(key);
+        }
+        self.finished.push_back(key);
+        if self.finished.len() > MAX_FINISHED
+            && let Some(oldest) = self.finished.pop_front()
+        {
+            self.sequences.remove(&oldest);
         }
     }
 
@@ -216,20 +277,23 @@ impl Engine {
         }
         self.ready_since = None;
         let expiry = self.sequences.values().filter_map(|sequence| sequence.expires).min();
+        let overdue = self.waiting.iter().filter_map(|&key| self.page_deadline(key)).min();
         // A full channel tells nobody when it has room again.
         let blocked =
             |s: &Sequence| s.has_work() && s.holds_pages() && self.streams.boot_of(s.route).is_some();
         let retry = (stalled || self.sequences.values().any(blocked)).then(|| now + RETRY);
-        Next::Sleep([expiry, retry].into_iter().flatten().min())
+        Next::Sleep([expiry, overdue, retry].into_iter().flatten().min())
     }
 
     fn report(&self) {
         let waiting = self.waiting.len();
         let active = self.sequences.values().filter(|sequence| !sequence.is_finished()).count();
         let used = (self.pages.pages() - self.pages.free_pages()) * self.pages.page_rows();
-        let aux = self.features.as_ref().map_or(0, Features::kept_bytes);
         self.gauges.set_sequences(active - waiting, waiting);
-        self.gauges.set_memory(used as u64, aux);
+        self.gauges.set_kv(used as u64);
+        if let Some(features) = &self.features {
+            self.gauges.set_features(features.kept_bytes(), features.rows_let_go());
+        }
         self.gauges.set_streams(self.streams.len());
     }
 }

@@ -39,7 +39,7 @@ pub(crate) enum Work {
         /// Steps of the credit that are left, this one included.
         steps: u32,
     },
-    /// Ended; kept for replays until it is closed.
+    /// Ended: without pages, kept for replays until it is closed.
     Finished,
 }
 
@@ -89,6 +89,8 @@ pub(crate) struct Sequence {
     pub(crate) route: StreamId,
     /// Its place among all that were opened: prompts are computed in this order.
     pub(crate) arrival: u64,
+    /// When an item of it came last.
+    pub(crate) asked: Instant,
     /// Set while its stream is gone: when it is freed.
     pub(crate) expires: Option<Instant>,
     rules: StopRules,
@@ -112,6 +114,7 @@ impl Sequence {
             sampling: request.sampling,
             route,
             arrival,
+            asked: Instant::now(),
             expires: None,
             rules: request.rules,
             generated: request.generated,
@@ -186,6 +189,32 @@ impl Sequence {
     pub(crate) fn abandon(&mut self) {
         self.answered = Answered::default();
         self.work = if self.root().is_some() { Work::Idle } else { Work::Finished };
+    }
+
+    /// Makes its round a plain one, which commits the same tokens if fewer; false where nothing was drafted.
+    pub(crate) fn drop_drafts(&mut self) -> bool {
+        match &mut self.work {
+            Work::Round { proposal, rows, .. } if rows.len() > 1 => {
+                *proposal = Proposal::empty();
+                rows.truncate(1);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Ends it without a finish: its rows cannot be computed.
+    pub(crate) fn fail(&mut self) {
+        self.answered = Answered::default();
+        self.work = Work::Finished;
+    }
+
+    /// Lets go of its pages and of all that only further rounds would need, once it has finished.
+    pub(crate) fn release(&mut self) -> SeqTable {
+        if self.opened().is_none() {
+            self.tokens = Vec::new();
+        }
+        std::mem::take(&mut self.table)
     }
 
     /// Takes the first token, drawn from the prompt's last row: the reply to Open.

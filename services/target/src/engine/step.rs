@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::time::Instant;
 
 use candle_core::Tensor;
-use eyrie_model::{ForwardOut, Keep, LogitRows, SeqRows};
+use eyrie_kernels::KernelError;
+use eyrie_model::{ForwardOut, Keep, LogitRows, ModelError, SeqRows};
 use eyrie_speculation::{SampleError, Sampler, SamplingParams, Verdict, verify};
 use eyrie_wire::v1::{self, target_out::Body};
 use eyrie_wire::{Reason, item_error};
@@ -27,14 +28,41 @@ impl Engine {
     pub(super) fn step(&mut self) -> Result<(), TargetError> {
         let may_run = |sequence: &Sequence| self.streams.is_flowing(sequence.route);
         let pieces = scheduler::plan(&self.sequences, self.prefill_chunk, may_run);
-        let batch: Vec<SeqRows<'_>> =
-            pieces.iter().map(|piece| rows_of(&self.sequences[&piece.key], piece.rows)).collect();
-        if batch.is_empty() {
+        if pieces.is_empty() {
             return Ok(());
         }
         let began = Instant::now();
-        let out = self.model.forward(&batch, &mut self.cache)?;
-        drop(batch);
+        let rows = self.compute(&pieces)?;
+        self.gauges.add_step(rows);
+        self.last_step = began.elapsed();
+        Ok(())
+    }
+
+    /// Computes `pieces` in one forward; returns the rows computed. Where values turn out not to be numbers, each piece
+    /// is computed alone, which gives the same rows, then without what was drafted, and only what fails by itself is
+    /// given up. What a failed forward wrote lies beyond the KV lengths and is written again.
+    fn compute(&mut self, pieces: &[Piece]) -> Result<usize, TargetError> {
+        let batch: Vec<SeqRows<'_>> =
+            pieces.iter().map(|piece| rows_of(&self.sequences[&piece.key], piece.rows)).collect();
+        match self.model.forward(&batch, &mut self.cache) {
+            Ok(out) => {
+                self.commit(pieces, &out)?;
+                Ok(out.rows.last().map_or(0, |rows| rows.end))
+            }
+            Err(error) if !is_numeric(&error) => Err(error.into()),
+            Err(error) => match pieces {
+                [piece] if self.drop_drafts(piece.key) => self.compute(pieces),
+                [piece] => {
+                    self.fail(piece.key, &error);
+                    Ok(0)
+                }
+                _ => pieces.chunks(1).map(|piece| self.compute(piece)).sum(),
+            },
+        }
+    }
+
+    /// Draws tokens from the rows of `out`, one piece after the other, and answers.
+    fn commit(&mut self, pieces: &[Piece], out: &ForwardOut) -> Result<(), TargetError> {
         let aux = match (&out.aux, &self.features) {
             (Some(aux), Some(_)) if pieces.iter().any(|piece| self.sequences[&piece.key].features) => {
                 aux.to_vec()?
@@ -44,13 +72,12 @@ impl Engine {
         for (index, piece) in pieces.iter().enumerate() {
             match piece.rows {
                 Rows::Prompt { tokens, last } => {
-                    self.commit_prompt(piece.key, tokens, last, &out, index, &aux)?;
+                    self.commit_prompt(piece.key, tokens, last, out, index, &aux)?;
                 }
-                Rows::Round => self.commit_round(*piece, &out, index, &aux)?,
+                Rows::Round => self.commit_round(*piece, out, index, &aux)?,
             }
+            self.release_finished(piece.key);
         }
-        self.gauges.add_step(out.rows.last().map_or(0, |rows| rows.end));
-        self.last_step = began.elapsed();
         Ok(())
     }
 
@@ -126,6 +153,20 @@ impl Engine {
         Ok(())
     }
 
+    fn drop_drafts(&mut self, key: Key) -> bool {
+        self.sequences.get_mut(&key).is_some_and(Sequence::drop_drafts)
+    }
+
+    /// Ends a sequence whose rows cannot be computed.
+    fn fail(&mut self, key: Key, error: &ModelError) {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return };
+        sequence.fail();
+        let body = Body::Error(item_error(Reason::Internal, format!("computing the sequence: {error}")));
+        self.streams.reply(sequence.route, key.seq, body);
+        tracing::warn!(boot = key.boot, seq = key.seq, %error, "a sequence could not be computed and is given up");
+        self.release_finished(key);
+    }
+
     /// Answers a sequence whose token could not be drawn; the other sequences go on.
     fn give_up(&mut self, key: Key, error: DrawError) -> Result<(), TargetError> {
         let error = match error {
@@ -139,6 +180,11 @@ impl Engine {
         }
         Ok(())
     }
+}
+
+/// Whether `error` comes from the values of some rows, and says nothing about the others.
+fn is_numeric(error: &ModelError) -> bool {
+    matches!(error, ModelError::Kernel(KernelError::NotANumber { .. }))
 }
 
 /// The model's view of one piece.

@@ -36,6 +36,8 @@ struct Outbox {
     life: Life,
     replies: Replies,
     pending: Vec<TargetOut>,
+    /// Whether the other half has ended: no more items come.
+    finished: bool,
 }
 
 /// All open streams.
@@ -49,7 +51,7 @@ pub(crate) struct Streams {
 impl Streams {
     /// Enters a stream. A Rounds stream ends the earlier one of its boot, which is a dead connection's.
     pub(crate) fn attach(&mut self, id: StreamId, boot: u64, life: Life, replies: Replies) {
-        self.open.insert(id, Outbox { boot, life, replies, pending: Vec::new() });
+        self.open.insert(id, Outbox { boot, life, replies, pending: Vec::new(), finished: false });
         if life == Life::Lasting
             && let Some(old) = self.lasting.insert(boot, id).and_then(|old| self.open.remove(&old))
         {
@@ -58,9 +60,23 @@ impl Streams {
         }
     }
 
-    /// Strikes a stream; returns how it lived, if it was there.
+    /// Notes that no more items come on a stream.
+    pub(crate) fn finish(&mut self, id: StreamId) {
+        if let Some(outbox) = self.open.get_mut(&id) {
+            outbox.finished = true;
+        }
+    }
+
+    /// The streams on which no more items come and no reply is queued.
+    pub(crate) fn finished(&self) -> impl Iterator<Item = StreamId> {
+        let done = |outbox: &Outbox| outbox.finished && outbox.pending.is_empty();
+        self.open.iter().filter(move |(_, outbox)| done(outbox)).map(|(&id, _)| id)
+    }
+
+    /// Strikes a stream, which then ends well unless it has ended otherwise; returns how it lived, if it was there.
     pub(crate) fn detach(&mut self, id: StreamId) -> Option<Life> {
         let outbox = self.open.remove(&id)?;
+        let _ = outbox.replies.ending.set(Ok(()));
         if self.lasting.get(&outbox.boot) == Some(&id) {
             self.lasting.remove(&outbox.boot);
         }
@@ -75,6 +91,11 @@ impl Streams {
     /// Whether a unary Round waits on this stream.
     pub(crate) fn is_unary(&self, id: StreamId) -> bool {
         self.open.get(&id).is_some_and(|outbox| outbox.life == Life::Unary)
+    }
+
+    /// Whether its caller says nothing more on this stream, and waits for the answers.
+    pub(crate) fn is_final(&self, id: StreamId) -> bool {
+        self.open.get(&id).is_some_and(|outbox| outbox.life == Life::Unary || outbox.finished)
     }
 
     /// The Rounds stream of `boot`.

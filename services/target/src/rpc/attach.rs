@@ -6,15 +6,15 @@ use std::sync::Arc;
 use eyrie_region::{LeaseId, Token};
 use eyrie_wire::v1::{LeaseFrame, LeaseGrant};
 use eyrie_wire::{PROTOCOL_VERSION, Reason, grant_to_wire, refuse, ring_to_wire};
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
 use super::{HELLO_LIMIT, Service, hello};
 use crate::state::State;
 
-/// Longest holder name kept, in bytes.
-const MAX_HOLDER: usize = 128;
+/// Longest holder name, in characters.
+const MAX_HOLDER: usize = 64;
 
 /// A lease that ends, with its offer at the door, when dropped.
 struct Held {
@@ -33,12 +33,17 @@ impl Drop for Held {
 }
 
 impl Service {
-    /// Grants a lease and holds it until the importer ends its half of the stream. At a stop this half ends first,
+    /// Grants a lease, which takes up `room`, and holds it until the importer ends its half of the stream. At a stop this half ends first,
     /// which asks the importer to unmap.
-    pub(super) fn lease(self, mut frames: Streaming<LeaseFrame>) -> super::Replies<LeaseGrant> {
+    pub(super) fn lease(
+        self,
+        mut frames: Streaming<LeaseFrame>,
+        room: OwnedSemaphorePermit,
+    ) -> super::Replies<LeaseGrant> {
         let (grants, receiver) = mpsc::channel(1);
         let drain = self.drain.clone();
         drain.spawn(async move {
+            let _room = room;
             let held = match self.grant(&mut frames).await {
                 Ok((grant, held)) => {
                     let _ = grants.send(Ok(grant)).await;
@@ -73,11 +78,7 @@ impl Service {
             let message = format!("protocol_version must be {PROTOCOL_VERSION}, given {given}");
             return Err(refuse(Reason::ProtocolVersion, message));
         }
-        if first.holder.is_empty() || first.holder.len() > MAX_HOLDER {
-            let given = first.holder.len();
-            let message = format!("holder must be 1 to {MAX_HOLDER} bytes, given {given}");
-            return Err(refuse(Reason::InvalidArgument, message));
-        }
+        check_holder(&first.holder)?;
         let (Some(exports), Some(door)) = (self.state.exports(), self.state.door()) else {
             return Err(refuse(Reason::Unreachable, "the model is loading or the target is stopping"));
         };
@@ -93,7 +94,7 @@ impl Service {
         let reply = LeaseGrant {
             lease_id: id.get(),
             epoch: self.state.epoch.get(),
-            fingerprint: self.state.fingerprint.clone(),
+            fingerprint: self.state.fingerprint().to_owned(),
             door: door.path().to_string_lossy().into_owned(),
             token: token.as_bytes().to_vec().into(),
             weights: Some(grant_to_wire(grant)),
@@ -105,5 +106,20 @@ impl Service {
             layers: self.state.layers(),
         };
         Ok((reply, held))
+    }
+}
+
+/// The name goes to terminals and logs of others.
+fn check_holder(holder: &str) -> Result<(), Status> {
+    let printable = |c: char| c == ' ' || c.is_ascii_graphic();
+    let refuse = |given: String| {
+        let message = format!("holder must be 1 to {MAX_HOLDER} printable ASCII characters, given {given}");
+        Err(refuse(Reason::InvalidArgument, message))
+    };
+    match holder.len() {
+        0 => refuse("none".to_owned()),
+        length if length > MAX_HOLDER => refuse(format!("{length} bytes")),
+        _ if !holder.chars().all(printable) => refuse(format!("{holder:?}")),
+        _ => Ok(()),
     }
 }

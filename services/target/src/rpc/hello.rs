@@ -24,10 +24,11 @@ pub(super) fn check(state: &State, hello: Option<&Hello>) -> Result<u64, Status>
         let message = format!("hello.epoch must be {epoch:016x}, this boot's, given {:016x}", hello.epoch);
         return Err(refuse(Reason::StaleEpoch, message));
     }
-    if !hello.fingerprint.is_empty() && hello.fingerprint != state.fingerprint {
+    if !hello.fingerprint.is_empty() && hello.fingerprint != state.fingerprint() {
         let message = format!(
             "hello.fingerprint must be {}, the served model's, given {}",
-            state.fingerprint, hello.fingerprint
+            state.fingerprint(),
+            hello.fingerprint
         );
         return Err(refuse(Reason::StaleEpoch, message));
     }
@@ -46,6 +47,6 @@ pub(super) fn answer(state: &State, boot_id: u64) -> Hello {
         protocol_version: PROTOCOL_VERSION,
         boot_id,
         epoch: state.epoch.get(),
-        fingerprint: state.fingerprint.clone(),
+        fingerprint: state.fingerprint().to_owned(),
     }
 }

@@ -27,6 +27,8 @@ use crate::state::State;
 
 /// Rounds streams and unary rounds at the same time: one a gateway is usual.
 const MAX_STREAMS: usize = 256;
+/// Leases at the same time: one a draft is usual.
+const MAX_LEASES: usize = 64;
 /// How long a new stream may take to say its first word.
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of one FileChunk.
@@ -44,6 +46,7 @@ pub(crate) struct Service {
     grace_ms: Arc<AtomicU32>,
     streams: Arc<AtomicU64>,
     room: Arc<Semaphore>,
+    lease_room: Arc<Semaphore>,
 }
 
 impl Service {
@@ -56,6 +59,7 @@ impl Service {
             grace_ms: Arc::new(AtomicU32::new(grace_ms)),
             streams: Arc::default(),
             room: Arc::new(Semaphore::new(MAX_STREAMS)),
+            lease_room: Arc::new(Semaphore::new(MAX_LEASES)),
         }
     }
 
@@ -83,12 +87,7 @@ impl Service {
 
     /// Room for one more stream, given back when dropped.
     fn take_room(&self) -> Result<OwnedSemaphorePermit, Status> {
-        Arc::clone(&self.room).try_acquire_owned().map_err(|_| {
-            refuse(
-                Reason::Busy,
-                format!("{MAX_STREAMS} streams may be open at the same time, and as many are"),
-            )
-        })
+        take(&self.room, || format!("{MAX_STREAMS} streams may be open at the same time, and as many are"))
     }
 
     /// Why the engine takes and gives nothing more.
@@ -114,6 +113,11 @@ impl Service {
     }
 }
 
+/// One permit of `room`, or BUSY with the text of `full`.
+fn take(room: &Arc<Semaphore>, full: impl FnOnce() -> String) -> Result<OwnedSemaphorePermit, Status> {
+    Arc::clone(room).try_acquire_owned().map_err(|_| refuse(Reason::Busy, full()))
+}
+
 #[tonic::async_trait]
 impl Target for Service {
     type AttachStream = Replies<LeaseGrant>;
@@ -129,7 +133,10 @@ impl Target for Service {
         request: Request<Streaming<LeaseFrame>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         self.check_loaded()?;
-        Ok(Response::new(self.clone().lease(request.into_inner())))
+        let room = take(&self.lease_room, || {
+            format!("{MAX_LEASES} leases may be held at the same time, and as many are")
+        })?;
+        Ok(Response::new(self.clone().lease(request.into_inner(), room)))
     }
 
     async fn rounds(

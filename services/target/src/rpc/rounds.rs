@@ -1,4 +1,4 @@
-//! A Rounds stream: frames to the engine, replies back, until either half ends.
+//! A Rounds stream: frames to the engine, replies back, until the gateway stops reading or all it sent is answered.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -17,9 +17,10 @@ use crate::engine::{Command, Ending, Life, Replies, StreamId};
 
 /// Reply frames that may wait for a slow gateway.
 const REPLY_FRAMES: usize = 64;
-/// How long a gateway may leave its replies unread before its stream is dropped.
-const STALL_LIMIT: Duration = Duration::from_secs(5);
+/// How often streams are looked at, and for how many looks a gateway may leave its replies unread before its stream is
+/// dropped.
 const STALL_CHECK: Duration = Duration::from_secs(1);
+const STALL_CHECKS: usize = 5;
 
 impl Service {
     /// Answers `frames` until either side ends the stream, which gives back its `room`.
@@ -44,7 +45,7 @@ impl Service {
         Box::pin(replies)
     }
 
-    /// Carries frames to the engine. Once it has said hello the engine holds the only lasting sender, so the replies
+    /// Carries frames to the engine until none come, then waits for the replies to end. Once it has said hello the engine holds the only lasting sender, so the replies
     /// end when it lets go; until then this half does, so that they do not end before their ending is known.
     async fn read(self, mut frames: Streaming<TargetFrame>, replies: Replies, gone: CancellationToken) {
         let stream = self.new_stream();
@@ -54,12 +55,15 @@ impl Service {
         let conversation = async {
             let first = self.greet(stream, &mut frames, &mut held).await?;
             self.tell(Command::Items { stream, items: first }).await?;
-            self.forward(stream, &mut frames, &weak).await
+            self.forward(stream, &mut frames, &weak).await?;
+            self.tell(Command::Finish(stream)).await?;
+            // The engine ends the replies, and the gateway's taking the end of them ends this.
+            std::future::pending().await
         };
         let outcome = tokio::select! {
             outcome = conversation => outcome,
-            () = stalled(&weak, STALL_CHECK, STALL_LIMIT) => {
-                let limit = STALL_LIMIT.as_secs();
+            () = stalled(&weak, async || tokio::time::sleep(STALL_CHECK).await) => {
+                let limit = STALL_CHECKS as u64 * STALL_CHECK.as_secs();
                 Err(refuse(Reason::Busy, format!("replies must be read within {limit} s; the stream is dropped")))
             }
             () = gone.cancelled() => Ok(()),
@@ -113,15 +117,21 @@ impl Service {
     }
 }
 
-/// Resolves when replies fill their channel for longer than `limit`; looks every `check`.
-async fn stalled(replies: &WeakSender<TargetReply>, check: Duration, limit: Duration) {
+/// Resolves when replies have filled their channel, and none of them was taken, for [`STALL_CHECKS`] looks; `pause`
+/// passes the time between two.
+async fn stalled(replies: &WeakSender<TargetReply>, pause: impl AsyncFn()) {
     loop {
-        tokio::time::sleep(check).await;
-        if let Some(replies) = replies.upgrade()
-            && replies.capacity() == 0
-            && tokio::time::timeout(limit, replies.reserve()).await.is_err()
-        {
-            return;
+        pause().await;
+        let Some(replies) = replies.upgrade().filter(|replies| replies.capacity() == 0) else { continue };
+        let unread = async {
+            for _ in 0..STALL_CHECKS {
+                pause().await;
+            }
+        };
+        tokio::select! {
+            biased;
+            _ = replies.reserve() => {}
+            () = unread => return,
         }
     }
 }
@@ -161,26 +171,31 @@ impl Stream for ReplyStream {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+    use std::task::Waker;
+
+    use tokio::sync::Semaphore;
+
     use super::*;
 
-    const CHECK: Duration = Duration::from_millis(1);
-
-    #[tokio::test]
-    async fn only_a_channel_that_stays_full_is_stalled() {
+    #[test]
+    fn only_a_channel_that_stays_full_is_stalled() {
         let (sender, mut receiver) = mpsc::channel(1);
         let weak = sender.downgrade();
-        let limit = Duration::from_millis(40);
-        let empty = tokio::time::timeout(3 * limit, stalled(&weak, CHECK, limit)).await;
-        assert!(empty.is_err(), "nothing was left unread");
-        sender.try_send(TargetReply::default()).unwrap();
-        let read = async {
-            tokio::time::sleep(limit / 4).await;
-            receiver.recv().await
+        let clock = Semaphore::new(0);
+        let pause = async || clock.acquire().await.unwrap().forget();
+        let mut stalled = pin!(stalled(&weak, pause));
+        let mut after = |looks| {
+            clock.add_permits(looks);
+            stalled.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
         };
-        let slow = async { tokio::time::timeout(3 * limit, stalled(&weak, CHECK, limit)).await };
-        let (_, slow) = tokio::join!(read, slow);
-        assert!(slow.is_err(), "it was read within the limit");
+        assert!(!after(3 * STALL_CHECKS), "nothing was left unread");
         sender.try_send(TargetReply::default()).unwrap();
-        tokio::time::timeout(Duration::from_secs(20), stalled(&weak, CHECK, limit)).await.unwrap();
+        assert!(!after(1 + STALL_CHECKS - 1), "the limit is not over");
+        receiver.try_recv().unwrap();
+        assert!(!after(1), "it was read within the limit");
+        sender.try_send(TargetReply::default()).unwrap();
+        assert!(!after(1 + STALL_CHECKS - 1), "the time before does not count");
+        assert!(after(1));
     }
 }

@@ -12,6 +12,8 @@ use tonic::Status;
 use super::{Service, hello};
 use crate::engine::{Command, Ending, Life, Replies, Sender, StreamId};
 
+/// Items of one call at most.
+const MAX_ITEMS: usize = 64;
 /// Reply frames that may wait; they are taken at once.
 const REPLY_FRAMES: usize = 64;
 
@@ -56,8 +58,12 @@ impl Service {
 struct Unanswered(HashSet<u64>);
 
 impl Unanswered {
-    /// One item a sequence: a second one could depend on the reply to the first.
+    /// Up to [`MAX_ITEMS`], one item a sequence: a second one could depend on the reply to the first.
     fn of(items: &[TargetItem]) -> Result<Self, Status> {
+        if items.len() > MAX_ITEMS {
+            let message = format!("a unary round may hold {MAX_ITEMS} items, given {}", items.len());
+            return Err(refuse(Reason::InvalidArgument, message));
+        }
         let mut seen = HashSet::new();
         if let Some(item) = items.iter().find(|item| !seen.insert(item.seq)) {
             let message = format!("a unary round may hold one item a sequence, given two of {}", item.seq);

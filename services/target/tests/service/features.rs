@@ -5,12 +5,12 @@ use std::time::Duration;
 use eyrie_region::{FdDoor, ImportedMemfd, Region, RingReader, SlotRef, Token};
 use eyrie_wire::v1::feature_ref::At;
 use eyrie_wire::v1::{FeatureRef, LeaseFrame, LeaseGrant, Open, Verify, target_item::Op, target_out::Body};
-use eyrie_wire::{PROTOCOL_VERSION, grant_from_wire};
+use eyrie_wire::{PROTOCOL_VERSION, grant_from_wire, reason_of};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
+use tonic::{Status, Streaming};
 
-use crate::harness::{Golden, Server, fetch, goldens, greedy, verify_after};
+use crate::harness::{Golden, LIMIT, Server, fetch, goldens, greedy, verify_after};
 
 /// A draft's lease: it lasts as long as this lives.
 struct Lease {
@@ -21,12 +21,20 @@ struct Lease {
     _grants: Streaming<LeaseGrant>,
 }
 
-async fn attach(server: &Server) -> Lease {
+/// An Attach stream: its sending half, its receiving half and the grant.
+type Attached = (mpsc::Sender<LeaseFrame>, Streaming<LeaseGrant>, LeaseGrant);
+
+async fn ask(server: &Server, holder: &str) -> Result<Attached, Status> {
     let (frames, receiver) = mpsc::channel(1);
-    let frame = LeaseFrame { protocol_version: PROTOCOL_VERSION, holder: "draft".to_owned(), pid: 7 };
+    let frame = LeaseFrame { protocol_version: PROTOCOL_VERSION, holder: holder.to_owned(), pid: 7 };
     frames.send(frame).await.unwrap();
-    let mut grants = server.client.clone().attach(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-    let wire = grants.message().await.unwrap().unwrap();
+    let mut grants = server.client.clone().attach(ReceiverStream::new(receiver)).await?.into_inner();
+    let grant = grants.message().await?.unwrap();
+    Ok((frames, grants, grant))
+}
+
+async fn attach(server: &Server) -> Lease {
+    let (frames, grants, wire) = ask(server, "draft").await.unwrap();
     let grant = grant_from_wire(&wire).unwrap();
     let token = Token::try_from(wire.token.as_ref()).unwrap();
     let mut fds = FdDoor::fetch(&wire.door, &token, Duration::from_secs(5)).unwrap().into_iter();
@@ -140,7 +148,8 @@ async fn a_full_cache_lets_the_oldest_rows_go_and_says_where_it_starts() {
     assert_eq!(held.first_held + count, long.len() as u32);
     assert!(count > 32 && count <= 64, "{count} rows held");
     assert!(lease.rows(&held.refs, held.first_held) == rows[held.first_held as usize * lease.width()..]);
-    assert_eq!(server.load().await.aux_bytes, 64 * row);
+    let load = server.load().await;
+    assert_eq!((load.aux_bytes, load.aux_rows_let_go), (64 * row, u64::from(held.first_held)));
     drop(lease);
     server.stop().await;
 }
@@ -160,5 +169,33 @@ async fn a_lease_lasts_as_long_as_its_stream_and_shows_in_the_card() {
     server.load_until(|load| load.leases == 0).await;
     let refused = FdDoor::fetch(&door, &token, Duration::from_secs(5)).unwrap_err();
     assert!(refused.to_string().contains("refused"), "{refused}");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn leases_are_limited_in_number_and_holders_have_short_printable_names() {
+    let server = Server::start().await;
+    for holder in ["", "a\u{1b}[2Jb", "tag\u{202e}", &"x".repeat(65)] {
+        let status = ask(&server, holder).await.err().unwrap();
+        assert_eq!(reason_of(&status).as_deref(), Some("INVALID_ARGUMENT"), "{status}");
+        assert!(status.message().contains("64 printable"), "{status}");
+    }
+    let mut held = Vec::new();
+    let longest = "x".repeat(64);
+    // The room of a refused one may be given back after its refusal was read.
+    while held.len() < 64 {
+        match ask(&server, &longest).await {
+            Ok(lease) => held.push(lease),
+            Err(status) => assert_eq!(reason_of(&status).as_deref(), Some("BUSY"), "{status}"),
+        }
+    }
+    let status = ask(&server, "draft").await.err().unwrap();
+    assert_eq!(reason_of(&status).as_deref(), Some("BUSY"));
+    assert!(status.message().contains("64 leases"), "{status}");
+    held.pop();
+    server.load_until(|load| load.leases == 63).await;
+    let retry = async { while ask(&server, "draft").await.is_err() {} };
+    tokio::time::timeout(LIMIT, retry).await.unwrap();
+    drop(held);
     server.stop().await;
 }

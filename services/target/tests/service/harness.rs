@@ -103,6 +103,20 @@ impl Server {
         Hello { protocol_version: PROTOCOL_VERSION, boot_id, ..Default::default() }
     }
 
+    /// One unary Round; the bodies of its answer with their sequences, in order of the sequences.
+    pub(crate) async fn round(
+        &self,
+        boot_id: u64,
+        items: Vec<(u64, Op)>,
+    ) -> Result<Vec<(u64, Body)>, Status> {
+        let frame = TargetFrame { hello: Some(self.hello(boot_id)), items: target_items(items) };
+        let mut client = self.client.clone();
+        let reply = tokio::time::timeout(LIMIT, client.round(frame)).await.unwrap()?.into_inner();
+        let mut outs: Vec<_> = reply.outs.into_iter().map(|out| (out.seq, out.body.unwrap())).collect();
+        outs.sort_by_key(|&(seq, _)| seq);
+        Ok(outs)
+    }
+
     pub(crate) async fn rounds(&self, boot_id: u64) -> Rounds {
         Rounds::connect(self, self.hello(boot_id)).await.unwrap()
     }
@@ -126,8 +140,7 @@ impl Rounds {
     }
 
     pub(crate) async fn send_all(&self, items: Vec<(u64, Op)>) {
-        let items = items.into_iter().map(|(seq, op)| TargetItem { seq, op: Some(op) }).collect();
-        self.frames.send(TargetFrame { hello: None, items }).await.unwrap();
+        self.frames.send(TargetFrame { hello: None, items: target_items(items) }).await.unwrap();
     }
 
     pub(crate) async fn send(&self, seq: u64, op: Op) {
@@ -136,6 +149,11 @@ impl Rounds {
 
     pub(crate) async fn send_frame(&self, frame: TargetFrame) {
         self.frames.send(frame).await.unwrap();
+    }
+
+    /// Ends the sending half; what comes of it is still to be read.
+    pub(crate) fn half_close(&mut self) {
+        self.frames = mpsc::channel(1).0;
     }
 
     /// The next reply of any sequence.
@@ -215,6 +233,10 @@ impl Rounds {
         self.closed().await;
         tokens
     }
+}
+
+fn target_items(items: Vec<(u64, Op)>) -> Vec<TargetItem> {
+    items.into_iter().map(|(seq, op)| TargetItem { seq, op: Some(op) }).collect()
 }
 
 /// The Verify that follows `last`.

@@ -43,7 +43,11 @@ impl RopeConfig {
 
     /// A base of 1 or below has no falling frequencies, and YaRN divides by its logarithm.
     fn checked(theta: f64, yarn: Option<Yarn>, owner: &Fields<'_>) -> Result<Self> {
-        if theta > 1.0 { Ok(Self { theta, yarn }) } else { Err(owner.refuse("rope_theta", "must be above 1")) }
+        if theta > 1.0 {
+            Ok(Self { theta, yarn })
+        } else {
+            Err(owner.refuse("rope_theta", "must be above 1"))
+        }
     }
 
     fn read_scaling(scaling: &Fields<'_>, outer_theta: f64, root: &Fields<'_>) -> Result<Self> {
