@@ -311,7 +311,7 @@ pub(crate) struct GatewayArgs {
     #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) target_timeout: u64,
     /// Requests that run at once; more are refused
-    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_streams: u32,
     #[command(flatten)]
     pub(crate) service: ServiceArgs,
