@@ -144,7 +144,7 @@ fn what_cannot_be_served_is_refused_by_field() {
         ("qk_rope_head_dim", json!(7), &["qk_rope_head_dim = 7", "even"]),
         ("num_key_value_heads", json!(1), &["num_key_value_heads = 1", "num_attention_heads = 2"]),
         ("rms_norm_eps", json!(0), &["rms_norm_eps = 0", "above 0"]),
-        ("rms_norm_eps", json!(1e308), &["rms_norm_eps = 1e308", "at most 1e30"]),
+        ("rms_norm_eps", json!(1e308), &["rms_norm_eps = 1e+308", "at most 1e30"]),
         ("rope_theta", json!(1), &["rope_theta = 1", "above 1"]),
         ("index_topk", json!(2048), &["index_topk = 2048", "not supported yet"]),
         ("linear_attn_config", json!({}), &["linear_attn_config", "not supported"]),
