@@ -127,6 +127,13 @@ fn spoiled(source: &Path, file: &str, change: impl FnOnce(Vec<u8>) -> Option<Vec
     folder
 }
 
+/// A copy of a folder in which one file is there twice.
+fn with_copy(source: &Path, file: &str, again: &str) -> tempfile::TempDir {
+    let folder = spoiled(source, file, Some);
+    std::fs::copy(folder.path().join(file), folder.path().join(again)).unwrap();
+    folder
+}
+
 fn replace(from: &'static str, to: &'static str) -> impl FnOnce(Vec<u8>) -> Option<Vec<u8>> {
     move |bytes| {
         let text = String::from_utf8(bytes).unwrap();
@@ -154,6 +161,18 @@ fn broken_folders_are_refused_by_doctor_and_by_every_start() {
             &["config.json", "LlamaForCausalLM"],
         ),
         (spoiled(&mini(), "config.json", replace("{", "{{")), &["config.json"]),
+        (
+            spoiled(&mini(), "config.json", replace("\"num_hidden_layers\": 8", "\"num_hidden_layers\": 7")),
+            &["model.safetensors", "model.layers.7."],
+        ),
+        (
+            spoiled(&mini(), "generation_config.json", replace("{", "{\"temperature\": 500,")),
+            &["generation_config.json", "temperature = 500", "100"],
+        ),
+        (
+            with_copy(&v3, "model-00001-of-00003.safetensors", "model-00004-of-00003.safetensors"),
+            &["model-00004"],
+        ),
         (spoiled(&mini(), "tokenizer.json", |_| Some(b"{".to_vec())), &["tokenizer.json"]),
     ];
     for (folder, parts) in &targets {
@@ -184,6 +203,15 @@ fn broken_folders_are_refused_by_doctor_and_by_every_start() {
         let path = folder.path().to_str().unwrap();
         refused(&["doctor", "--target", target, "--draft", path], parts);
         refused(&["up", "--target", target, "--draft", path, "--listen", "127.0.0.1:0"], parts);
+    }
+}
+
+#[test]
+fn a_pair_that_does_not_fit_names_both_files() {
+    let (target, draft) = (mini(), root().join("tests/fixtures/v3_eagle3"));
+    let args = ["doctor", "--target", target.to_str().unwrap(), "--draft", draft.to_str().unwrap()];
+    for field in ["hidden_size = 96", "vocab_size = 259"] {
+        refused(&args, &["v3_eagle3/config.json", field, "mini/config.json"]);
     }
 }
 

@@ -30,3 +30,18 @@ fn bench_reports_every_setting() {
     assert_eq!(names, ["plain", "K=1", "K=3", "K=5", "K=7"]);
     assert!(rows.iter().all(|r| r["tokens_per_second"].as_f64().unwrap() > 0.0));
 }
+
+#[test]
+fn demo_into_a_pipe_that_closes_ends_quietly() {
+    let mut demo = Command::new(EYRIE)
+        .arg("demo")
+        .current_dir(eyrie_tests::root())
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(demo.stdout.take());
+    let out = demo.wait_with_output().unwrap();
+    let told = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.success() && !told.contains("DIFFERENT"), "{told}");
+}

@@ -87,10 +87,10 @@ pub(crate) struct DemoArgs {
     #[command(flatten)]
     pub(crate) watch: WatchArgs,
     /// What to complete
-    #[arg(long, value_name = "TEXT", default_value = DEMO_PROMPT)]
+    #[arg(long, value_name = "TEXT", default_value = DEMO_PROMPT, value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub(crate) prompt: String,
     /// Tokens to generate
-    #[arg(long, value_name = "N", default_value_t = 160, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 160, value_parser = clap::value_parser!(u32).range(2..))]
     pub(crate) max_tokens: u32,
     /// Tokens drafted each round
     #[arg(long, default_value_t = 3, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=16))]

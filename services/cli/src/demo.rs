@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use eyrie_wire::v1::{Model, Usage};
+use eyrie_wire::v1::{FinishReason, Model, Usage};
 use eyrie_wire::{Address, v1::GetModelRequest};
 
 use crate::args::{DemoArgs, ModelArgs};
@@ -94,6 +94,10 @@ async fn compare(gateway: &Address, drafted: bool, args: &DemoArgs, style: Style
     let mut printer = Printer::new(true);
     let shown = client::run(&mut client, request(drafting), |c| printer.chunk(c)).await?;
     printer.end()?;
+    if shown.finish == FinishReason::Unspecified {
+        // Standard output was closed in the middle: nobody watches any more.
+        return Ok(());
+    }
 
     // The shown run has warmed both up; taking turns lets a slow spell of the machine hit both.
     let mut seen = Comparison { shown, plain: Vec::new(), drafted: Vec::new(), model: Model::default() };

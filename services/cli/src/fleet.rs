@@ -123,6 +123,10 @@ impl Fleet {
         };
         let target = place(Role::Target)?;
         let draft = draft_dir.as_ref().map(|_| place(Role::Draft)).transpose()?;
+        if let Some(stale) = &ready_file {
+            // Left by a fleet that was killed: who waits for the file must not find its addresses.
+            let _ = std::fs::remove_file(stale);
+        }
         let gateway = client_address(listen)?;
         doctor::require(&target_dir, draft_dir.as_deref(), models.aux_convention)?;
         let mut fleet = Self {

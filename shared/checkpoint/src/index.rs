@@ -89,7 +89,18 @@ impl TensorIndex {
         }
     }
 
+    /// A shard that the index does not name is left over from another save, or the index is.
+    fn stray_shard(dir: &Path, map: &WeightMap) -> Option<PathBuf> {
+        let is_shard = |name: &str| name.starts_with("model-") && name.ends_with(".safetensors");
+        let names = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        names.filter(|name| is_shard(name) && !map.files.contains(name)).map(|name| dir.join(name)).min()
+    }
+
     fn open_sharded(dir: &Path, index_path: &Path, map: &WeightMap) -> Result<Self> {
+        if let Some(path) = Self::stray_shard(dir, map) {
+            let problem = format!("is not in the weight_map of {INDEX}: remove it or mend the index");
+            return Err(CheckpointError::File { path, problem });
+        }
         let index = Self::read_shards(dir, map.files.iter().map(|file| dir.join(file)).collect())?;
         let mut mapped = vec![false; index.entries.len()];
         for (name, file) in &map.tensors {

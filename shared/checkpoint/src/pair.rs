@@ -1,5 +1,6 @@
 //! Whether a target and a draft fit together, told from configs, headers and the draft's vocabulary map alone.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -9,6 +10,8 @@ use crate::{
     AuxConvention, CheckpointError, DraftCheckpoint, DraftConfig, EmbedSource, HeadSource, TargetCheckpoint,
     TargetConfig, TensorIndex, aux_ids,
 };
+
+const CONFIG: &str = "config.json";
 
 /// Problems listed per folder; a folder of the wrong model would otherwise print thousands.
 const MOST_LISTED: usize = 20;
@@ -57,8 +60,15 @@ impl Report {
         self.checks.push(Check { id, status, message: message.into() });
     }
 
-    fn verdict(&mut self, id: &'static str, fits: bool, message: impl Into<String>) {
-        self.push(id, if fits { Status::Ok } else { Status::Fail }, message);
+    /// What two configs say of each other; a misfit names both files.
+    fn verdict(&mut self, id: &'static str, fits: bool, message: impl fmt::Display) {
+        if fits {
+            return self.push(id, Status::Ok, message.to_string());
+        }
+        let target = self.target.join(CONFIG);
+        let draft = self.draft.iter().map(|dir| format!("{}: ", dir.join(CONFIG).display()));
+        let message = format!("{}{message} ({})", draft.collect::<String>(), target.display());
+        self.push(id, Status::Fail, message);
     }
 
     fn fail(&mut self, id: &'static str, error: &CheckpointError) {
@@ -231,7 +241,7 @@ fn check_pair(report: &mut Report, target: &TargetConfig, draft: &Draft, convent
     report.verdict(
         "vocab",
         d.vocab_size == target.vocab_size,
-        format!("draft vocab_size = {}, target vocab_size = {}", d.vocab_size, target.vocab_size),
+        format!("vocab_size = {}, target vocab_size = {}", d.vocab_size, target.vocab_size),
     );
     report.verdict(
         "draft-vocab",
@@ -246,7 +256,7 @@ fn check_pair(report: &mut Report, target: &TargetConfig, draft: &Draft, convent
             );
             report.push("aux-ids", Status::Ok, message);
         }
-        Err(e) => report.push("aux-ids", Status::Fail, e.to_string()),
+        Err(e) => report.verdict("aux-ids", false, e),
     }
     let (trained, served) = (d.max_position_embeddings, target.max_position_embeddings);
     let message =
@@ -262,10 +272,12 @@ fn check_pair(report: &mut Report, target: &TargetConfig, draft: &Draft, convent
 fn check_widths(report: &mut Report, target: &TargetConfig, draft: &Draft) {
     let d = &draft.config;
     let ht = target.hidden_size;
+    // A file without the field means its own width.
+    let origin = if d.target_hidden_size == d.hidden_size { " (its hidden_size)" } else { "" };
     report.verdict(
         "hidden-size",
         d.target_hidden_size == ht,
-        format!("draft target_hidden_size = {}, target hidden_size = {ht}", d.target_hidden_size),
+        format!("target_hidden_size = {}{origin}, target hidden_size = {ht}", d.target_hidden_size),
     );
     if let Some(checkpoint) = &draft.checkpoint
         && let Some(input) = checkpoint.linear("fc").ok().map(|fc| fc.shape[1])
@@ -283,7 +295,7 @@ fn check_widths(report: &mut Report, target: &TargetConfig, draft: &Draft) {
         .is_some_and(|c| c.embed_source() == EmbedSource::Target || c.head_source() == HeadSource::Target);
     if borrows {
         let message =
-            format!("draft hidden_size = {}, borrows tensors of target hidden_size = {ht}", d.hidden_size);
+            format!("hidden_size = {}, borrows tensors of target hidden_size = {ht}", d.hidden_size);
         report.verdict("shared-width", d.hidden_size == ht, message);
     }
 }

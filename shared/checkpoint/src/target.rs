@@ -1,4 +1,5 @@
 use std::collections::HashMap;
+use std::collections::HashSet;
 use std::fmt;
 use std::path::Path;
 
@@ -12,7 +13,7 @@ pub(crate) const MOST_PROBLEMS: usize = 10_000;
 /// Why a stored tensor is not loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SkipRule {
-    /// Belongs to a layer at or past `num_hidden_layers`: multi-token prediction.
+    /// Belongs to a multi-token prediction layer: at or past `num_hidden_layers`, with an `eh_proj`.
     MtpLayer,
     /// Rotary tables, which are recomputed.
     RotaryBuffer,
@@ -25,13 +26,13 @@ pub enum SkipRule {
 impl SkipRule {
     const ALL: [Self; 4] = [Self::MtpLayer, Self::RotaryBuffer, Self::Vision, Self::KvCacheScale];
 
-    /// The rule for a canonical tensor name, if any skips it.
-    fn of(name: &str, layers: usize) -> Option<Self> {
+    /// The rule for a canonical tensor name, if any skips it; `mtp` tells the multi-token prediction layers.
+    fn of(name: &str, mtp: &HashSet<usize>) -> Option<Self> {
         if name.starts_with("vision_tower.") || name.starts_with("mm_projector.") {
             return Some(Self::Vision);
         }
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
-        if layer.parse::<usize>().ok()? >= layers {
+        if mtp.contains(&layer.parse().ok()?) {
             return Some(Self::MtpLayer);
         }
         let attention = rest.strip_prefix("self_attn.")?;
@@ -331,10 +332,11 @@ impl<'a> Survey<'a> {
 
     fn account_for_the_rest(&mut self) {
         let prefix = self.config.architecture.tensor_prefix();
+        let mtp = self.mtp_layers();
         let mut totals = SkipRule::ALL.map(|rule| (rule, RuleTotal::default()));
         for (entry, _) in self.index.entries().iter().zip(&self.claimed).filter(|(_, claimed)| !**claimed) {
             let name = canonical(&entry.name, prefix);
-            match SkipRule::of(&name, self.config.num_hidden_layers) {
+            match SkipRule::of(&name, &mtp) {
                 Some(rule) => {
                     totals.iter_mut().filter(|(r, _)| *r == rule).for_each(|(_, total)| total.add(entry));
                 }
@@ -342,6 +344,17 @@ impl<'a> Survey<'a> {
             }
         }
         self.account.skipped = totals.into_iter().filter(|(_, total)| total.tensors > 0).collect();
+    }
+
+    /// Layers past the model's own that predict further tokens. Configs do not always count them, but each joins
+    /// two streams by `eh_proj`; a layer without one is a layer too many.
+    fn mtp_layers(&self) -> HashSet<usize> {
+        let prefix = self.config.architecture.tensor_prefix();
+        let joins = |name: &str| {
+            let layer = name.strip_prefix("model.layers.")?.strip_suffix(".eh_proj.weight")?.parse().ok()?;
+            (layer >= self.config.num_hidden_layers).then_some(layer)
+        };
+        self.index.entries().iter().filter_map(|entry| joins(&canonical(&entry.name, prefix))).collect()
     }
 
     fn check_declared_format(&mut self) {

@@ -63,6 +63,9 @@ pub async fn serve(
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // The descriptors are the whole package's; only what is served here is told.
+            .with_service_name(name)
+            .with_service_name("grpc.health.v1.Health")
     };
     let routes = routes
         .add_service(health_service)

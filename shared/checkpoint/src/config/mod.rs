@@ -94,6 +94,21 @@ pub struct TargetConfig {
     pub quantisation: QuantFormat,
 }
 
+/// Defaults that no request could use would refuse every request that leaves them unset.
+fn check_sampling(generation: &Fields<'_>) -> Result<()> {
+    let ranges = [
+        ("temperature", 0.0..=100.0, "between 0 and 100"),
+        ("top_p", f64::EPSILON..=1.0, "above 0 and at most 1"),
+    ];
+    for (key, range, limit) in ranges {
+        let Some(value) = generation.get(key) else { continue };
+        if !value.as_f64().is_some_and(|n| range.contains(&n)) {
+            return Err(generation.refuse(key, format!("must be {limit}")));
+        }
+    }
+    Ok(())
+}
+
 impl TargetConfig {
     /// Reads `config.json` and, when there, `generation_config.json` and `hf_quant_config.json`.
     ///
@@ -108,6 +123,7 @@ impl TargetConfig {
         if let Some(value) = json::read_optional(&generation_path)? {
             let generation = Fields::of(&generation_path, "", &value)?;
             config.add_eos(&generation)?;
+            check_sampling(&generation)?;
         }
         Ok(config)
     }
