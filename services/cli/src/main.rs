@@ -26,10 +26,21 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(code) => code,
         Err(e) => {
-            style::error(&format!("{e:#}"));
+            style::error(&one_line(&e));
             ExitCode::from(FAILED)
         }
     }
+}
+
+/// An error with its causes, each said once: some errors tell their cause in their own words already.
+fn one_line(error: &anyhow::Error) -> String {
+    let mut line = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !line.contains(&cause) {
+            line += &format!(": {cause}");
+        }
+    }
+    line
 }
 
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
@@ -52,4 +63,16 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     // A read of standard input cannot be cancelled, and dropping the runtime would wait for it.
     runtime.shutdown_background();
     code
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn causes_are_said_once() {
+        let told = anyhow::anyhow!("taken").context("cannot listen on x: taken").context("starting");
+        assert_eq!(one_line(&told), "starting: cannot listen on x: taken");
+        assert_eq!(one_line(&anyhow::anyhow!("why").context("what")), "what: why");
+    }
 }
