@@ -185,7 +185,7 @@ impl Comparison {
         }
         if fast < WORTHWHILE * plain {
             let why =
-                "  small models gain little: a plain step costs hardly more than a draft; see eyrie bench";
+                "  a model this fast gains little or nothing from drafts: eyrie bench shows each K";
             style::note(&style.dim(why));
         }
     }
