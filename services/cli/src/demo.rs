@@ -184,8 +184,7 @@ impl Comparison {
             ));
         }
         if fast < WORTHWHILE * plain {
-            let why =
-                "  a model this fast gains little or nothing from drafts: eyrie bench shows each K";
+            let why = "  a model this fast gains little or nothing from drafts: eyrie bench shows each K";
             style::note(&style.dim(why));
         }
     }
