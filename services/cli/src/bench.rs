@@ -9,7 +9,8 @@ use serde_json::json;
 
 use crate::args::BenchArgs;
 use crate::client::{self, Client, Drafting};
-use crate::fleet::{Fleet, Links, interrupted};
+use crate::fleet::{Fleet, Links};
+use crate::signals::Signals;
 use crate::style::{self, Style};
 
 const PROMPTS: [&str; 4] = [
@@ -33,9 +34,10 @@ struct Setting {
 pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
     let listen: Address = "127.0.0.1:0".parse()?;
     let mut fleet = Fleet::start(&args.models, None, &listen, Links::Unix).await?;
+    let mut ending = Signals::listen()?;
     let outcome = tokio::select! {
         outcome = measure(&mut fleet, &args) => outcome,
-        () = interrupted()? => Err(anyhow::anyhow!("interrupted")),
+        () = ending.next() => Err(anyhow::anyhow!("interrupted")),
     };
     fleet.stop().await;
     let settings = outcome?;

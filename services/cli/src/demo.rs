@@ -9,8 +9,9 @@ use eyrie_wire::{Address, v1::GetModelRequest};
 
 use crate::args::{DemoArgs, ModelArgs};
 use crate::client::{self, Completion, Drafting};
-use crate::fleet::{Fleet, Links, Role, interrupted};
+use crate::fleet::{Fleet, Links, Role};
 use crate::generate::Printer;
+use crate::signals::Signals;
 use crate::style::{self, Style};
 
 /// Timed runs of each kind.
@@ -58,9 +59,10 @@ pub(crate) async fn demo(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let style = Style::stderr();
     let listen: Address = "127.0.0.1:0".parse()?;
     let mut fleet = Fleet::start(&args.models, args.watch.ready_file.clone(), &listen, Links::Unix).await?;
+    let mut ending = Signals::listen()?;
     let outcome = tokio::select! {
         outcome = show(&mut fleet, &args, style) => outcome,
-        () = interrupted()? => Err(anyhow::anyhow!("interrupted")),
+        () = ending.next() => Err(anyhow::anyhow!("interrupted")),
     };
     fleet.stop().await;
     outcome.map(|()| ExitCode::SUCCESS)

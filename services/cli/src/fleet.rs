@@ -118,7 +118,7 @@ impl Fleet {
         let place = |role: Role| -> anyhow::Result<Address> {
             Ok(match links {
                 Links::Unix => Address::Unix(directory.path().join(format!("{}.sock", role.name()))),
-                Links::Tcp => Address::Tcp(format!("127.0.0.1:{}", free_port()?)),
+                Links::Tcp => free_address(&"127.0.0.1:0".parse()?)?,
             })
         };
         let target = place(Role::Target)?;
@@ -127,7 +127,7 @@ impl Fleet {
             // Left by a fleet that was killed: who waits for the file must not find its addresses.
             let _ = std::fs::remove_file(stale);
         }
-        let gateway = client_address(listen)?;
+        let gateway = free_address(listen)?;
         doctor::require(&target_dir, draft_dir.as_deref(), models.aux_convention)?;
         let mut fleet = Self {
             services: Vec::new(),
@@ -396,8 +396,8 @@ fn draft_args(models: &ModelArgs, dir: &Path, listen: &Address, target: &Address
     args
 }
 
-/// Where clients connect: as given if nobody is there, a free port for port 0.
-fn client_address(listen: &Address) -> anyhow::Result<Address> {
+/// An address to listen on: as given if nobody is there, with a port that was free a moment ago for port 0.
+fn free_address(listen: &Address) -> anyhow::Result<Address> {
     let Address::Tcp(host_port) = listen else { return Ok(listen.clone()) };
     let socket =
         std::net::TcpListener::bind(host_port).with_context(|| format!("cannot listen on {listen}"))?;
@@ -407,23 +407,6 @@ fn client_address(listen: &Address) -> anyhow::Result<Address> {
 
 fn path_arg(path: &Path) -> String {
     path.to_string_lossy().into_owned()
-}
-
-/// Listens for Ctrl-C and SIGTERM; the future resolves at the first of them.
-pub(crate) fn interrupted() -> anyhow::Result<impl Future<Output = ()>> {
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    Ok(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
-    })
-}
-
-/// A port that was free a moment ago.
-fn free_port() -> anyhow::Result<u16> {
-    Ok(std::net::TcpListener::bind("127.0.0.1:0").context("finding a free port")?.local_addr()?.port())
 }
 
 async fn describe(target: &Address) -> Option<eyrie_wire::v1::ModelCard> {

@@ -9,6 +9,7 @@ mod doctor;
 mod fleet;
 mod generate;
 mod service;
+mod signals;
 mod style;
 mod up;
 
@@ -44,9 +45,6 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
-    if let Command::Doctor(args) = &cli.command {
-        return doctor::doctor(args);
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let code = runtime.block_on(async {
         match cli.command {

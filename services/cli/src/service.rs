@@ -7,10 +7,10 @@ use anyhow::Context;
 use eyrie_kernels::Isa;
 use eyrie_service::{Drain, LogFormat, init_telemetry};
 use tokio::io::AsyncReadExt;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{DraftArgs, GatewayArgs, ServiceArgs, TargetArgs};
 use crate::doctor;
+use crate::signals::Signals;
 
 /// Runs the target service until it is drained.
 pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
@@ -64,26 +64,6 @@ pub(crate) async fn gateway(args: GatewayArgs) -> anyhow::Result<ExitCode> {
     };
     eyrie_gateway::run(options, drain, |_| {}).await?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Signals that ask a service to end.
-struct Signals {
-    interrupt: Signal,
-    terminate: Signal,
-}
-
-impl Signals {
-    fn listen() -> std::io::Result<Self> {
-        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        Ok(Self { interrupt, terminate })
-    }
-
-    async fn next(&mut self) {
-        tokio::select! {
-            _ = self.interrupt.recv() => {}
-            _ = self.terminate.recv() => {}
-        }
-    }
 }
 
 /// Resolves when the supervisor is gone, which holds our standard input open for as long as it lives.

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 use eyrie_wire::Address;
 
 use crate::args::UpArgs;
-use crate::fleet::{Fleet, Links, Role, interrupted};
+use crate::fleet::{Fleet, Links, Role};
+use crate::signals::Signals;
 use crate::style::{self, Style};
 
 /// Where clients look first.
@@ -16,9 +17,10 @@ pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
     let links = if args.tcp { Links::Tcp } else { Links::Unix };
     let listen = args.listen.map_or_else(default_listen, Ok)?;
     let mut fleet = Fleet::start(&args.models, args.watch.ready_file, &listen, links).await?;
+    let mut ending = Signals::listen()?;
     let served = tokio::select! {
         served = serve(&mut fleet, args.watch.restart) => served,
-        () = interrupted()? => Ok(()),
+        () = ending.next() => Ok(()),
     };
     if served.is_ok() {
         style::note("draining: running requests end, new ones are refused");
