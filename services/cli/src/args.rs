@@ -180,6 +180,9 @@ pub(crate) struct GenerateArgs {
     /// Draft a dynamic tree: top-k x levels x nodes with the root, e.g. 4x5x16
     #[arg(long, value_name = "SHAPE", value_parser = parse_tree, conflicts_with = "max_draft_tokens")]
     pub(crate) tree: Option<eyrie_wire::v1::TreeShape>,
+    /// Lower runs earlier and is preempted later
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    pub(crate) priority: i32,
     /// Return every round: what was drafted and what was accepted
     #[arg(long)]
     pub(crate) trace: bool,

@@ -63,6 +63,7 @@ fn request(args: GenerateArgs) -> anyhow::Result<GenerateRequest> {
             trace: args.trace,
         }),
         request_id: String::new(),
+        priority: args.priority,
     })
 }
 

@@ -33,6 +33,8 @@ pub(crate) struct Output {
     drafted: u32,
     accepted: u32,
     without_draft: u32,
+    /// Of the prompt, at the first opening.
+    cached: Option<u32>,
     positions: Acceptance,
     ended: Option<FinishReason>,
 }
@@ -59,6 +61,7 @@ impl Output {
             drafted: 0,
             accepted: 0,
             without_draft: 0,
+            cached: None,
             positions: Acceptance::default(),
             ended: None,
         })
@@ -82,6 +85,7 @@ impl Output {
     /// A token that came from a prefill, the first or that of a sequence opened again: it belongs to
     /// no round.
     pub(crate) fn prefilled(&mut self, commit: Commit) -> Vec<GenerateChunk> {
+        self.cached.get_or_insert(commit.cached);
         self.take(commit, None)
     }
 
@@ -136,6 +140,7 @@ impl Output {
             drafted_by_position: counts(self.positions.proposed()),
             accepted_by_position: counts(self.positions.accepted()),
             rounds_without_draft: self.without_draft,
+            cached_tokens: self.cached.unwrap_or(0),
         }
     }
 

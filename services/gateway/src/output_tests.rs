@@ -15,7 +15,7 @@ fn commit(tokens: &[u32], path: usize, finish: FinishReason) -> Commit {
     drafted.resize(path.max(tokens.len()), 9);
     let proposal = if path == 0 { Proposal::empty() } else { Proposal::chain(drafted).unwrap() };
     let path = (1..=path as u32).collect();
-    Commit { proposal, path, tokens: tokens.to_vec(), finish, last: true }
+    Commit { proposal, path, tokens: tokens.to_vec(), finish, last: true, cached: 0 }
 }
 
 fn run(stop: &[&str], tokenizer: &Tokenizer, rounds: &[Commit]) -> (Vec<GenerateChunk>, Output) {

@@ -39,6 +39,8 @@ pub(crate) struct Commit {
     pub(crate) finish: FinishReason,
     /// Nothing further was asked: the next round is the gateway's to start.
     pub(crate) last: bool,
+    /// Positions of the opening that a prefix cache held.
+    pub(crate) cached: u32,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -138,7 +140,7 @@ impl Rounds {
         let finish = committed.finish();
         let goes_on = finish == FinishReason::Unspecified;
         self.check(&committed, &proposal, goes_on)?;
-        let Committed { kv_len, tokens, path, features, last, .. } = committed;
+        let Committed { kv_len, tokens, path, features, last, cached, .. } = committed;
         let last = last || steps == 1 || !proposal.is_empty() || !goes_on;
         self.round = want;
         self.kv_len = kv_len;
@@ -150,7 +152,7 @@ impl Rounds {
                 false => Phase::Verifying { proposal: Proposal::empty(), steps: steps - 1 },
             };
         }
-        Ok(Commit { proposal, path, tokens, finish, last })
+        Ok(Commit { proposal, path, tokens, finish, last, cached })
     }
 
     fn check(&self, committed: &Committed, proposal: &Proposal, goes_on: bool) -> Result<(), Violation> {

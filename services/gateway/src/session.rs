@@ -232,6 +232,7 @@ impl Session {
             sampling: Some(self.request.sampling),
             limits: Some(self.request.limits.clone()),
             features: captured && self.request.plan.speculates() && self.gateway.draft.is_some(),
+            priority: self.request.priority,
         };
         seq.ask_target(Op::Open(open)).await?;
         let commit = loop {

@@ -28,6 +28,8 @@ pub(crate) struct Admitted {
     pub(crate) stop: Vec<String>,
     pub(crate) plan: Plan,
     pub(crate) trace: bool,
+    /// Lower runs earlier.
+    pub(crate) priority: i32,
 }
 
 /// What admission fills in where the request is silent.
@@ -75,7 +77,8 @@ pub(crate) fn admit(
         ignore_eos: request.ignore_eos,
     };
     let trace = request.speculation.is_some_and(|s| s.trace);
-    Ok(Admitted { request_id, prompt, sampling, limits, stop: request.stop, plan, trace })
+    let priority = request.priority;
+    Ok(Admitted { request_id, prompt, sampling, limits, stop: request.stop, plan, trace, priority })
 }
 
 fn sampling(request: &GenerateRequest, card: &ModelCard, seed: u64) -> Result<Sampling, Status> {

@@ -123,6 +123,7 @@ impl Attacher {
             protocol_version: PROTOCOL_VERSION,
             holder: HOLDER.to_owned(),
             pid: std::process::id(),
+            remote: false,
         };
         // A fresh channel of one place takes one frame.
         let _ = frames.try_send(frame);

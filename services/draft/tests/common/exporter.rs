@@ -124,6 +124,7 @@ impl Target for FakeTarget {
     type AttachStream = ReceiverStream<Result<LeaseGrant, Status>>;
     type RoundsStream = ReceiverStream<Result<v1::TargetReply, Status>>;
     type ReadFileStream = ReceiverStream<Result<v1::FileChunk, Status>>;
+    type ReadSharedStream = ReceiverStream<Result<v1::FileChunk, Status>>;
 
     async fn describe(&self, _: Request<v1::DescribeRequest>) -> Result<Response<ModelCard>, Status> {
         Ok(Response::new(self.card.clone()))
@@ -166,5 +167,19 @@ impl Target for FakeTarget {
         _: Request<v1::ReadFileRequest>,
     ) -> Result<Response<Self::ReadFileStream>, Status> {
         Err(Status::unimplemented("the exporter has no files"))
+    }
+
+    async fn read_shared(
+        &self,
+        _: Request<v1::ReadSharedRequest>,
+    ) -> Result<Response<Self::ReadSharedStream>, Status> {
+        Err(Status::unimplemented("the exporter has no copies"))
+    }
+
+    async fn read_features(
+        &self,
+        _: Request<v1::ReadFeaturesRequest>,
+    ) -> Result<Response<v1::ReadFeaturesReply>, Status> {
+        Err(Status::unimplemented("the exporter has no copies"))
     }
 }

@@ -149,6 +149,7 @@ mod tests {
             sampling: Some(v1::Sampling { top_p: 1.0, ..Default::default() }),
             limits: Some(v1::Limits { max_tokens: 9, ..Default::default() }),
             features: false,
+            priority: 0,
         }
     }
 

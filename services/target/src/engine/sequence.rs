@@ -250,6 +250,7 @@ impl Sequence {
             finish: finish_reason(finish) as i32,
             features,
             last,
+            cached: 0,
         })
     }
 

@@ -15,7 +15,8 @@ use eyrie_service::Drain;
 use eyrie_wire::v1::target_server::{Target, TargetServer};
 use eyrie_wire::v1::{
     DescribeRequest, DrainReply, DrainRequest, FileChunk, LeaseFrame, LeaseGrant, LoadReport, LoadRequest,
-    ModelCard, ReadFileRequest, TargetFrame, TargetReply,
+    ModelCard, ReadFeaturesReply, ReadFeaturesRequest, ReadFileRequest, ReadSharedRequest, TargetFrame,
+    TargetReply,
 };
 use eyrie_wire::{MAX_MESSAGE, Reason, refuse};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -123,6 +124,7 @@ impl Target for Service {
     type AttachStream = Replies<LeaseGrant>;
     type RoundsStream = Replies<TargetReply>;
     type ReadFileStream = Replies<FileChunk>;
+    type ReadSharedStream = Replies<FileChunk>;
 
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<ModelCard>, Status> {
         Ok(Response::new(self.state.card(self.drain.is_draining())))
@@ -184,5 +186,19 @@ impl Target for Service {
             .map(|at| Ok(FileChunk { data: data.slice(at..data.len().min(at + FILE_CHUNK)) }))
             .collect();
         Ok(Response::new(Box::pin(tokio_stream::iter(chunks))))
+    }
+
+    async fn read_shared(
+        &self,
+        _: Request<ReadSharedRequest>,
+    ) -> Result<Response<Self::ReadSharedStream>, Status> {
+        Err(refuse(Reason::Unsupported, "copies of the shared region are not served yet"))
+    }
+
+    async fn read_features(
+        &self,
+        _: Request<ReadFeaturesRequest>,
+    ) -> Result<Response<ReadFeaturesReply>, Status> {
+        Err(refuse(Reason::Unsupported, "copies of feature rows are not served yet"))
     }
 }

@@ -26,7 +26,12 @@ type Attached = (mpsc::Sender<LeaseFrame>, Streaming<LeaseGrant>, LeaseGrant);
 
 async fn ask(server: &Server, holder: &str) -> Result<Attached, Status> {
     let (frames, receiver) = mpsc::channel(1);
-    let frame = LeaseFrame { protocol_version: PROTOCOL_VERSION, holder: holder.to_owned(), pid: 7 };
+    let frame = LeaseFrame {
+        protocol_version: PROTOCOL_VERSION,
+        holder: holder.to_owned(),
+        pid: 7,
+        ..Default::default()
+    };
     frames.send(frame).await.unwrap();
     let mut grants = server.client.clone().attach(ReceiverStream::new(receiver)).await?.into_inner();
     let grant = grants.message().await?.unwrap();

@@ -274,6 +274,7 @@ pub(crate) fn greedy(prompt: &[u32], max_tokens: u32) -> Open {
         sampling: Some(Sampling { top_p: 1.0, ..Default::default() }),
         limits: Some(Limits { max_tokens, ignore_eos: true, ..Default::default() }),
         features: false,
+        priority: 0,
     }
 }
 

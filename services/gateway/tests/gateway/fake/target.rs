@@ -183,7 +183,7 @@ impl Engine {
         let seq = item.seq;
         match item.op.unwrap() {
             Op::Open(open) => {
-                let Open { tokens, generated, sampling, limits, features } = open;
+                let Open { tokens, generated, sampling, limits, features, priority: _ } = open;
                 inner.events.push(Seen::Open { seq, tokens: tokens.len(), generated, features });
                 if let Some((reason, message)) = inner.refuse_open.lock().take() {
                     return Some(Body::Error(item_error(reason, message)));
@@ -317,6 +317,7 @@ impl Sequence {
             finish: finish as i32,
             features,
             last: last || finish != FinishReason::Unspecified,
+            cached: 0,
         }
     }
 }
@@ -325,6 +326,7 @@ impl Sequence {
 impl Target for Service {
     type RoundsStream = ReceiverStream<Result<TargetReply, Status>>;
     type AttachStream = ReceiverStream<Result<LeaseGrant, Status>>;
+    type ReadSharedStream = ReceiverStream<Result<FileChunk, Status>>;
     type ReadFileStream = ReceiverStream<Result<FileChunk, Status>>;
 
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<ModelCard>, Status> {
@@ -428,5 +430,19 @@ impl Target for Service {
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<DrainReply>, Status> {
         Ok(Response::new(DrainReply::default()))
+    }
+
+    async fn read_shared(
+        &self,
+        _: Request<ReadSharedRequest>,
+    ) -> Result<Response<Self::ReadSharedStream>, Status> {
+        Err(refuse(Reason::Unsupported, "no region here"))
+    }
+
+    async fn read_features(
+        &self,
+        _: Request<ReadFeaturesRequest>,
+    ) -> Result<Response<ReadFeaturesReply>, Status> {
+        Err(refuse(Reason::Unsupported, "no ring here"))
     }
 }
