@@ -2,7 +2,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use eyrie_kernels::Isa;
-use eyrie_wire::Address;
+use eyrie_wire::{Address, MAX_VERIFY_ROWS};
 
 use crate::TargetError;
 
@@ -66,7 +66,8 @@ impl TargetOptions {
         };
         within("prefill-chunk", self.prefill_chunk, 1, 1 << 16)?;
         within("max-sequences", self.max_sequences, 1, 1 << 16)?;
-        within("kv-tokens", self.kv_tokens, 128, 1 << 30)?;
+        // Room for a prompt of one token, one more token, and a verify.
+        within("kv-tokens", self.kv_tokens, 2 + MAX_VERIFY_ROWS, 1 << 30)?;
         within("threads", self.threads.unwrap_or(1), 1, 1024)
     }
 }
@@ -94,7 +95,7 @@ mod tests {
             ),
             (
                 TargetOptions { kv_tokens: 1, ..good.clone() },
-                "option kv-tokens must be between 128 and 1073741824, given 1",
+                "option kv-tokens must be between 66 and 1073741824, given 1",
             ),
             (
                 TargetOptions { threads: Some(0), ..good.clone() },

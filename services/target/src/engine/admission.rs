@@ -55,7 +55,7 @@ impl Limits {
             return Err(refuse(format!("limits.stop_ids may hold {MAX_STOP_IDS} ids, given {given}")));
         }
         self.check_ids("limits.stop_ids", &limits.stop_ids)?;
-        let need = self.check_room(length - open.generated as usize, limits.max_tokens as usize)?;
+        self.check_room(length - open.generated as usize, limits.max_tokens as usize)?;
         if open.features && !self.captures {
             let why = "features: this target captures no hidden states (ModelCard.aux_layers is empty)";
             return Err(item_error(Reason::Unsupported, why));
@@ -63,8 +63,8 @@ impl Limits {
         let rules = StopRules::max_tokens(limits.max_tokens)
             .stop_ids(limits.stop_ids)
             .eos_ids(self.eos_ids.iter().copied(), limits.ignore_eos);
-        let (tokens, generated, features) = (open.tokens, open.generated, open.features);
-        Ok(Request { tokens, generated, sampling, rules, features, need })
+        let v1::Open { tokens, generated, features, priority, .. } = open;
+        Ok(Request { tokens, generated, sampling, rules, features, priority })
     }
 
     /// Checks the drafted part of a Verify.
@@ -98,8 +98,9 @@ impl Limits {
         }
     }
 
-    /// Slots a request needs at most.
-    fn check_room(&self, prompt: usize, max_tokens: usize) -> Result<usize, ItemError> {
+    /// Refuses what can never fit. With the whole cache to itself every other request can be served to its end, which
+    /// is why none that was accepted fails for memory.
+    fn check_room(&self, prompt: usize, max_tokens: usize) -> Result<(), ItemError> {
         let context = self.context as usize;
         if prompt + max_tokens > context {
             return Err(item_error(
@@ -109,8 +110,7 @@ impl Limits {
                 ),
             ));
         }
-        let need = prompt + max_tokens + MAX_VERIFY_ROWS;
-        if need > self.kv_capacity {
+        if prompt + max_tokens + MAX_VERIFY_ROWS > self.kv_capacity {
             return Err(item_error(
                 Reason::KvCapacity,
                 format!(
@@ -119,7 +119,7 @@ impl Limits {
                 ),
             ));
         }
-        Ok(need)
+        Ok(())
     }
 }
 
@@ -165,11 +165,12 @@ mod tests {
     }
 
     #[test]
-    fn a_request_reserves_its_whole_need() {
-        let request = limits().request(open()).unwrap();
-        assert_eq!(request.need, 3 + 9 + 64);
-        let reopened = v1::Open { tokens: vec![1, 2, 3, 4, 5], generated: 2, ..open() };
-        assert_eq!(limits().request(reopened).unwrap().need, 3 + 9 + 64);
+    fn a_request_that_fits_the_whole_cache_is_taken_whatever_it_has_generated() {
+        let fitting = with_limits(|l| l.max_tokens = 33);
+        assert!(limits().request(fitting.clone()).is_ok());
+        let reopened = v1::Open { tokens: vec![1, 2, 3, 4, 5], generated: 2, ..fitting };
+        assert!(limits().request(reopened).is_ok());
+        assert_eq!(refusal(with_limits(|l| l.max_tokens = 34)).0, "KV_CAPACITY");
     }
 
     #[test]

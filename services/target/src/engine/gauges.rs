@@ -12,6 +12,7 @@ pub(crate) struct Gauges {
     running: AtomicU64,
     waiting: AtomicU64,
     kv_used: AtomicU64,
+    preemptions: AtomicU64,
     aux_bytes: AtomicU64,
     aux_rows_let_go: AtomicU64,
     streams: AtomicU64,
@@ -26,6 +27,7 @@ impl Gauges {
             running: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             kv_used: AtomicU64::new(0),
+            preemptions: AtomicU64::new(0),
             aux_bytes: AtomicU64::new(0),
             aux_rows_let_go: AtomicU64::new(0),
             streams: AtomicU64::new(0),
@@ -42,9 +44,10 @@ impl Gauges {
         self.active.send_if_modified(|held| std::mem::replace(held, active) != active);
     }
 
-    /// Reserved KV slots.
-    pub(crate) fn set_kv(&self, kv_used: u64) {
+    /// KV slots of the pages that sequences hold, and how often one lost its pages to others.
+    pub(crate) fn set_kv(&self, kv_used: u64, preemptions: u64) {
         self.kv_used.store(kv_used, Relaxed);
+        self.preemptions.store(preemptions, Relaxed);
     }
 
     /// Bytes of feature rows kept, and rows let go since boot because there was no room for more.
@@ -75,6 +78,7 @@ impl Gauges {
             running: clamp(&self.running),
             waiting: clamp(&self.waiting),
             kv_used: self.kv_used.load(Relaxed),
+            preemptions: self.preemptions.load(Relaxed),
             rows: self.rows.load(Relaxed),
             steps: self.steps.load(Relaxed),
             streams: clamp(&self.streams),

@@ -9,7 +9,7 @@ use super::admission::refuse;
 use super::sequence::{Key, Sequence, Turn};
 use super::{Engine, StreamId};
 
-/// Sequences that may wait for pages, as a multiple of those that may hold some.
+/// Sequences that may be open without pages, as a multiple of those that may hold some.
 const WAITING_FACTOR: usize = 4;
 
 impl Engine {
@@ -57,7 +57,7 @@ impl Engine {
             self.streams.reply(sequence.route, key.seq, body);
         }
         sequence.route = stream;
-        sequence.asked = Instant::now();
+        sequence.active = Instant::now();
         sequence.expires = None;
         Ok(())
     }
@@ -84,14 +84,13 @@ impl Engine {
             return Err(item_error(Reason::Draining, "the target is draining: no new sequences"));
         }
         let limit = self.max_sequences.saturating_mul(WAITING_FACTOR);
-        if self.waiting.len() >= limit {
+        if self.sequences.len() - self.finished.len() - self.holders() >= limit {
             let message = format!("{limit} sequences may wait for KV pages, and as many do");
             return Err(item_error(Reason::Busy, message));
         }
         let request = self.limits.request(open)?;
         self.sequences.insert(key, Sequence::new(request, stream, self.arrivals));
         self.arrivals += 1;
-        self.waiting.push_back(key);
         Ok(Vec::new())
     }
 

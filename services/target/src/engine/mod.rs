@@ -6,6 +6,7 @@ mod gauges;
 mod items;
 mod load;
 mod mailbox;
+mod paging;
 mod scheduler;
 mod sequence;
 mod step;
@@ -64,19 +65,20 @@ pub(crate) enum Command {
     Stop,
 }
 
-/// Everything a step touches. Invariant: a sequence holds pages, or is in `waiting`, or has finished and is in
-/// `finished`.
+/// Everything a step touches. Invariant: a sequence has finished and is in `finished`, or it has what it takes to
+/// compute all its rows.
 pub(crate) struct Engine {
     model: Box<dyn TargetModel>,
     cache: LatentCache,
     pages: PageAllocator,
     features: Option<Features>,
     sequences: BTreeMap<Key, Sequence>,
-    waiting: VecDeque<Key>,
     /// In the order in which they finished.
     finished: VecDeque<Key>,
     /// Sequences opened so far.
     arrivals: u64,
+    /// Sequences preempted so far.
+    preemptions: u64,
     streams: Streams,
     sampler: Sampler,
     limits: Limits,
@@ -115,11 +117,13 @@ impl Engine {
             }
             let now = Instant::now();
             self.expire(now);
-            self.admit();
             // Before the replies go out, so that who has read one finds it in the report.
             self.report();
             let stalled = self.streams.flush();
             self.end_finished_streams();
+            if self.admit(now) {
+                self.report();
+            }
             match self.next(now, stalled) {
                 Next::Step => {
                     self.ready_since = None;
@@ -194,16 +198,16 @@ impl Engine {
         self.refuse_overdue(now);
     }
 
-    /// When a sequence that waits for pages is refused. Its caller may hold the pages it waits for, and would not let
-    /// go of them before it is answered.
-    fn page_deadline(&self, key: Key) -> Option<Instant> {
-        let sequence = self.sequences.get(&key)?;
-        self.streams.is_final(sequence.route).then(|| sequence.asked + PAGE_WAIT)
+    /// When a sequence that waits for pages and was never computed is refused: its caller says nothing more until it is
+    /// answered, and may not wait for ever.
+    fn page_deadline(&self, sequence: &Sequence) -> Option<Instant> {
+        let is_new = sequence.waits() && sequence.kv_len == 0;
+        (is_new && self.streams.is_final(sequence.route)).then(|| sequence.active + PAGE_WAIT)
     }
 
     fn refuse_overdue(&mut self, now: Instant) {
-        let overdue = |&key: &Key| self.page_deadline(key).is_some_and(|at| at <= now);
-        let keys: Vec<Key> = self.waiting.iter().copied().filter(overdue).collect();
+        let overdue = |sequence: &Sequence| self.page_deadline(sequence).is_some_and(|at| at <= now);
+        let keys: Vec<Key> = self.sequences.iter().filter(|(_, s)| overdue(s)).map(|(&key, _)| key).collect();
         for key in keys {
             let message = format!("no KV pages became free for the sequence in {} s", PAGE_WAIT.as_secs());
             if let Some(sequence) = self.sequences.get(&key) {
@@ -214,28 +218,11 @@ impl Engine {
         }
     }
 
-    /// Gives pages to waiting sequences, first come first served. The whole need is reserved, so none fails later.
-    fn admit(&mut self) {
-        while let Some(&key) = self.waiting.front() {
-            if self.sequences.len() - self.waiting.len() - self.finished.len() >= self.max_sequences {
-                return;
-            }
-            if let Some(sequence) = self.sequences.get_mut(&key)
-                && self.pages.reserve(&mut sequence.table, sequence.need).is_err()
-            {
-                return;
-            }
-            self.waiting.pop_front();
-        }
-    }
-
     /// Frees a sequence, whatever it is doing.
     fn close(&mut self, key: Key) {
         let Some(sequence) = self.sequences.remove(&key) else { return };
         if sequence.is_finished() {
             self.finished.retain(|&finished| finished != key);
-        } else if !sequence.holds_pages() {
-            self.waiting.retain(|&waiting| waiting != key);
         }
         self.pages.free(sequence.table);
         if let Some(features) = &mut self.features {
@@ -269,7 +256,8 @@ impl Engine {
         if self.sequences.values().any(|sequence| self.is_ready(sequence)) {
             let gather_until =
                 *self.ready_since.get_or_insert(now) + GATHER.min(self.last_step / GATHER_PART);
-            let awaited = |s: &Sequence| s.work == Work::Idle && self.streams.is_flowing(s.route);
+            let awaited =
+                |s: &Sequence| s.work == Work::Idle && s.holds_pages() && self.streams.is_flowing(s.route);
             return match now < gather_until && self.sequences.values().any(awaited) {
                 true => Next::Sleep(Some(gather_until)),
                 false => Next::Step,
@@ -277,20 +265,18 @@ impl Engine {
         }
         self.ready_since = None;
         let expiry = self.sequences.values().filter_map(|sequence| sequence.expires).min();
-        let overdue = self.waiting.iter().filter_map(|&key| self.page_deadline(key)).min();
+        let overdue = self.sequences.values().filter_map(|sequence| self.page_deadline(sequence)).min();
         // A full channel tells nobody when it has room again.
-        let blocked =
-            |s: &Sequence| s.has_work() && s.holds_pages() && self.streams.boot_of(s.route).is_some();
+        let blocked = |s: &Sequence| s.has_work() && self.streams.is_blocked(s.route);
         let retry = (stalled || self.sequences.values().any(blocked)).then(|| now + RETRY);
-        Next::Sleep([expiry, overdue, retry].into_iter().flatten().min())
+        Next::Sleep([expiry, overdue, retry, self.next_dormancy(now)].into_iter().flatten().min())
     }
 
     fn report(&self) {
-        let waiting = self.waiting.len();
-        let active = self.sequences.values().filter(|sequence| !sequence.is_finished()).count();
+        let running = self.holders();
         let used = (self.pages.pages() - self.pages.free_pages()) * self.pages.page_rows();
-        self.gauges.set_sequences(active - waiting, waiting);
-        self.gauges.set_kv(used as u64);
+        self.gauges.set_sequences(running, self.sequences.len() - self.finished.len() - running);
+        self.gauges.set_kv(used as u64, self.preemptions);
         if let Some(features) = &self.features {
             self.gauges.set_features(features.kept_bytes(), features.rows_let_go());
         }

@@ -23,12 +23,21 @@ impl Key {
     }
 }
 
-/// What a sequence computes next.
+/// Place of a sequence among all others; the smaller one is the better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Rank {
+    /// The request's priority.
+    pub(crate) class: i32,
+    /// Its place among all that were opened.
+    pub(crate) arrival: u64,
+}
+
+/// What a sequence computes next, once it has all rows of its KV length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Work {
     /// Nothing until a Verify comes.
     Idle,
-    /// Prompt rows from the KV length on.
+    /// The prompt, and the first token from its last row.
     Prefill,
     /// One verify, or a credit of plain steps.
     Round {
@@ -71,26 +80,26 @@ pub(crate) struct Request {
     pub(crate) sampling: SamplingParams,
     pub(crate) rules: StopRules,
     pub(crate) features: bool,
-    /// Slots to reserve: prompt, all tokens that may be generated, and the widest verify.
-    pub(crate) need: usize,
+    /// Lower runs earlier.
+    pub(crate) priority: i32,
 }
 
-/// A sequence. Invariant: once the first token is drawn, `tokens.len() == kv_len + 1` and the last one is the root.
+/// A sequence. Invariants: once the first token is drawn, `tokens.len() == kv_len + 1` and the last one is the root;
+/// `table.len()` rows are computed, which is `kv_len` unless it was preempted: then they are computed again.
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub(crate) tokens: Vec<u32>,
+    /// Rows that its gateway knows of, as features or as tokens.
     pub(crate) kv_len: u32,
     pub(crate) table: SeqTable,
-    pub(crate) need: usize,
     pub(crate) work: Work,
     pub(crate) features: bool,
     pub(crate) sampling: SamplingParams,
     /// Where replies go: the stream that spoke of the sequence last.
     pub(crate) route: StreamId,
-    /// Its place among all that were opened: prompts are computed in this order.
-    pub(crate) arrival: u64,
-    /// When an item of it came last.
-    pub(crate) asked: Instant,
+    pub(crate) rank: Rank,
+    /// When an item of it came last, or a reply to it was computed.
+    pub(crate) active: Instant,
     /// Set while its stream is gone: when it is freed.
     pub(crate) expires: Option<Instant>,
     rules: StopRules,
@@ -108,13 +117,12 @@ impl Sequence {
             tokens: request.tokens,
             kv_len: 0,
             table: SeqTable::default(),
-            need: request.need,
             work: Work::Prefill,
             features: request.features,
             sampling: request.sampling,
             route,
-            arrival,
-            asked: Instant::now(),
+            rank: Rank { class: request.priority, arrival },
+            active: Instant::now(),
             expires: None,
             rules: request.rules,
             generated: request.generated,
@@ -128,23 +136,58 @@ impl Sequence {
         matches!(self.work, Work::Prefill | Work::Round { .. })
     }
 
-    /// Whether it was admitted: all pages it will ever need are its own.
+    /// Whether it is admitted.
     pub(crate) fn holds_pages(&self) -> bool {
         !self.table.pages().is_empty()
+    }
+
+    /// Whether it cannot go on before it is admitted.
+    pub(crate) fn waits(&self) -> bool {
+        self.has_work() && !self.holds_pages()
     }
 
     pub(crate) fn is_finished(&self) -> bool {
         self.work == Work::Finished
     }
 
-    /// Tokens of the prompt that have no KV yet.
-    pub(crate) fn prompt_left(&self) -> usize {
-        self.prompt_len.saturating_sub(self.kv_len as usize)
+    /// Rows of known tokens to compute before a token can be drawn: of the prompt, or those it was preempted with.
+    pub(crate) fn backlog(&self) -> usize {
+        let wanted = match &self.work {
+            Work::Prefill => self.prompt_len,
+            Work::Round { .. } => self.kv_len as usize,
+            Work::Idle | Work::Finished => 0,
+        };
+        wanted.saturating_sub(self.table.len() as usize)
+    }
+
+    /// Rows of the round that is due; none where it is not, or where a backlog comes first.
+    pub(crate) fn round_rows(&self) -> &[u32] {
+        match &self.work {
+            Work::Round { rows, .. } if self.backlog() == 0 => rows,
+            _ => &[],
+        }
+    }
+
+    /// Slots it fills until its work is done; for a prompt one more, for the round that follows.
+    pub(crate) fn slots_wanted(&self) -> usize {
+        match &self.work {
+            Work::Prefill => self.prompt_len + 1,
+            Work::Round { rows, .. } => self.kv_len as usize + rows.len(),
+            Work::Idle | Work::Finished => 0,
+        }
+    }
+
+    /// Notes that rows `0..len` are computed; returns how many of them are old news.
+    pub(crate) fn advance(&mut self, len: u32) -> u32 {
+        let known = self.kv_len;
+        self.kv_len = known.max(len);
+        known
     }
 
     /// The token at position `kv_len`, once drawn.
     pub(crate) fn root(&self) -> Option<u32> {
-        self.tokens.get(self.kv_len as usize).copied().filter(|_| self.prompt_left() == 0)
+        let at = self.kv_len as usize;
+        self.tokens.get(at).copied().filter(|_| at >= self.prompt_len)
     }
 
     /// Whether it was opened with `tokens` and has not gone on since, so that a repeated Open is no error: it was
@@ -207,6 +250,11 @@ impl Sequence {
     pub(crate) fn fail(&mut self) {
         self.answered = Answered::default();
         self.work = Work::Finished;
+    }
+
+    /// Lets go of its pages. What it has still to do stays, and all it takes to compute its rows again.
+    pub(crate) fn preempt(&mut self) -> SeqTable {
+        std::mem::take(&mut self.table)
     }
 
     /// Lets go of its pages and of all that only further rounds would need, once it has finished.
@@ -285,6 +333,7 @@ impl Sequence {
     }
 
     fn answer(&mut self, reply: v1::Committed) -> v1::Committed {
+        self.active = Instant::now();
         self.answered.replies.push(reply.clone());
         reply
     }
@@ -309,11 +358,11 @@ mod tests {
             sampling: SamplingParams::default(),
             rules: StopRules::max_tokens(max_tokens).stop_ids([99]),
             features: false,
-            need: 100,
+            priority: 0,
         };
         let mut sequence = Sequence::new(request, StreamId(1), 0);
-        assert_eq!((sequence.prompt_left(), sequence.root()), (3, None));
-        sequence.kv_len = 3;
+        assert_eq!((sequence.backlog(), sequence.slots_wanted(), sequence.root()), (3, 4, None));
+        assert_eq!((sequence.advance(3), sequence.advance(2)), (0, 3));
         let reply = sequence.first_token(10);
         assert_eq!((reply.round, reply.kv_len, reply.tokens), (0, 3, vec![10]));
         sequence

@@ -27,11 +27,12 @@ impl Engine {
     /// Computes one step of every sequence that is ready.
     pub(super) fn step(&mut self) -> Result<(), TargetError> {
         let may_run = |sequence: &Sequence| self.streams.is_flowing(sequence.route);
-        let pieces = scheduler::plan(&self.sequences, self.prefill_chunk, may_run);
+        let mut pieces = scheduler::plan(&self.sequences, self.prefill_chunk, may_run);
+        let began = Instant::now();
+        self.provide(&mut pieces, began);
         if pieces.is_empty() {
             return Ok(());
         }
-        let began = Instant::now();
         let rows = self.compute(&pieces)?;
         self.gauges.add_step(rows);
         self.last_step = began.elapsed();
@@ -40,7 +41,7 @@ impl Engine {
 
     /// Computes `pieces` in one forward; returns the rows computed. Where values turn out not to be numbers, each piece
     /// is computed alone, which gives the same rows, then without what was drafted, and only what fails by itself is
-    /// given up. What a failed forward wrote lies beyond the KV lengths and is written again.
+    /// given up. What a failed forward wrote lies beyond the computed rows and is written again.
     fn compute(&mut self, pieces: &[Piece]) -> Result<usize, TargetError> {
         let batch: Vec<SeqRows<'_>> =
             pieces.iter().map(|piece| rows_of(&self.sequences[&piece.key], piece.rows)).collect();
@@ -51,7 +52,7 @@ impl Engine {
             }
             Err(error) if !is_numeric(&error) => Err(error.into()),
             Err(error) => match pieces {
-                [piece] if self.drop_drafts(piece.key) => self.compute(pieces),
+                [piece] if piece.rows == Rows::Round && self.drop_drafts(piece.key) => self.compute(pieces),
                 [piece] => {
                     self.fail(piece.key, &error);
                     Ok(0)
@@ -91,15 +92,16 @@ impl Engine {
         aux: &[f32],
     ) -> Result<(), TargetError> {
         let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
-        let first = sequence.kv_len;
+        let first = sequence.table.len();
         let kv_len = first + tokens as u32;
         self.model.rollback(&mut self.cache, &mut sequence.table, Keep::Len(kv_len))?;
-        sequence.kv_len = kv_len;
+        // Rows that are computed again were published before.
+        let first_new = sequence.advance(kv_len).max(first);
         let route = sequence.route;
-        if let (true, Some(features)) = (sequence.features, &mut self.features) {
+        if let (true, Some(features)) = (sequence.features && first_new < kv_len, &mut self.features) {
             let width = features.width();
-            let rows = &out.rows[index];
-            let refs = features.publish(key, first, &aux[rows.start * width..rows.end * width])?;
+            let rows = out.rows[index].start + (first_new - first) as usize..out.rows[index].end;
+            let refs = features.publish(key, first_new, &aux[rows.start * width..rows.end * width])?;
             let body = Body::Features(v1::Features { refs, first_held: 0, fetched: false });
             self.streams.reply(route, key.seq, body);
         }
@@ -189,7 +191,7 @@ fn is_numeric(error: &ModelError) -> bool {
 
 /// The model's view of one piece.
 fn rows_of(sequence: &Sequence, rows: Rows) -> SeqRows<'_> {
-    let (table, base_len) = (&sequence.table, sequence.kv_len);
+    let (table, base_len) = (&sequence.table, sequence.table.len());
     match (&sequence.work, rows) {
         (Work::Round { proposal, rows, .. }, Rows::Round) => {
             let parents = (!proposal.is_chain()).then(|| proposal.parents());

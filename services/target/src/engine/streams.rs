@@ -110,6 +110,11 @@ impl Streams {
             .is_some_and(|outbox| outbox.pending.is_empty() && outbox.replies.frames.capacity() > 0)
     }
 
+    /// Whether it is open, and its gateway takes no more replies for now.
+    pub(crate) fn is_blocked(&self, id: StreamId) -> bool {
+        self.open.contains_key(&id) && !self.is_flowing(id)
+    }
+
     /// Queues a reply; it is dropped if the stream is gone, since a repeated item is answered again.
     pub(crate) fn reply(&mut self, id: StreamId, seq: u64, body: Body) {
         if let Some(outbox) = self.open.get_mut(&id) {

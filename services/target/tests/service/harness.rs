@@ -1,6 +1,6 @@
 //! A server in a folder of its own, and a gateway's half of a Rounds stream.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use eyrie_service::Drain;
 use eyrie_target::{Ready, TargetError, TargetOptions, run};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{
-    Close, Committed, Features, FetchFeatures, Hello, ItemError, Limits, LoadReport, LoadRequest, Open,
-    Revoke, Sampling, TargetFrame, TargetItem, TargetOut, TargetReply, Verify, target_item::Op,
+    Close, Committed, FeatureRef, Features, FetchFeatures, Hello, ItemError, Limits, LoadReport, LoadRequest,
+    Open, Revoke, Sampling, TargetFrame, TargetItem, TargetOut, TargetReply, Verify, target_item::Op,
     target_out::Body,
 };
 use eyrie_wire::{Address, PROTOCOL_VERSION, connect};
@@ -233,6 +233,78 @@ impl Rounds {
         self.closed().await;
         tokens
     }
+}
+
+/// Opens all of `opens` at once on one stream as sequences 0, 1, …, says what `next(seq, reply, tokens so far)` says to
+/// each reply, and closes the finished ones; returns each one's tokens. Every round comes once, and so does every feature
+/// row.
+pub(crate) async fn together(
+    rounds: &mut Rounds,
+    opens: Vec<Open>,
+    next: impl Fn(u64, &Committed, &[u32]) -> Option<Op>,
+) -> Vec<Vec<u32>> {
+    #[derive(Default)]
+    struct Heard {
+        tokens: Vec<u32>,
+        rounds: u32,
+        rows: u32,
+    }
+    impl Heard {
+        fn take_rows(&mut self, refs: &[FeatureRef]) {
+            for at in refs {
+                assert_eq!(at.first, self.rows, "rows that do not follow the last ones");
+                self.rows += at.rows;
+            }
+        }
+    }
+    let mut open = opens.len();
+    let mut heard: BTreeMap<u64, Heard> = (0..open as u64).map(|seq| (seq, Heard::default())).collect();
+    let features: Vec<bool> = opens.iter().map(|open| open.features).collect();
+    let items = opens.into_iter().enumerate().map(|(seq, open)| (seq as u64, Op::Open(open)));
+    rounds.send_all(items.collect()).await;
+    while open > 0 {
+        let (seq, body) = rounds.next().await.unwrap().unwrap();
+        let heard = heard.get_mut(&seq).unwrap();
+        let state = match body {
+            Body::Committed(state) => state,
+            Body::Features(features) => {
+                heard.take_rows(&features.refs);
+                continue;
+            }
+            Body::Closed(_) => {
+                open -= 1;
+                continue;
+            }
+            Body::Error(error) => panic!("sequence {seq}: {error:?}"),
+        };
+        assert_eq!(state.round, heard.rounds, "sequence {seq}");
+        heard.rounds += 1;
+        heard.tokens.extend(&state.tokens);
+        heard.take_rows(&state.features);
+        assert!(!features[seq as usize] || heard.rows == state.kv_len, "sequence {seq} lacks rows");
+        let op = if state.finish == 0 { next(seq, &state, &heard.tokens) } else { Some(close()) };
+        if let Some(op) = op {
+            rounds.send(seq, op).await;
+        }
+    }
+    heard.into_values().map(|heard| heard.tokens).collect()
+}
+
+/// Drafts that are right for `golden` except every `wrong`-th of them.
+pub(crate) fn drafts(golden: &[u32], at: usize, k: usize, wrong: usize) -> Vec<u32> {
+    let right = golden.iter().chain(std::iter::repeat(&7)).copied().skip(at).take(k);
+    right
+        .enumerate()
+        .map(|(i, id)| if (at + i).is_multiple_of(wrong) { (id + 1) % 4096 } else { id })
+        .collect()
+}
+
+/// A tree of three levels below `last`: nodes 2, 4 and 6 are those of `golden` from `at` on, and their siblings 1, 3 and
+/// 5 are not.
+pub(crate) fn tree_after(last: &Committed, golden: &[u32], at: usize) -> Op {
+    let right = |i: usize| golden[(at + i).min(golden.len() - 1)];
+    let tokens = (0..3).flat_map(|i| [(right(i) + 1) % 4096, right(i)]).collect();
+    Op::Verify(Verify { parents: vec![0, 0, 2, 2, 4, 4], ..verify_after(last, tokens) })
 }
 
 fn target_items(items: Vec<(u64, Op)>) -> Vec<TargetItem> {

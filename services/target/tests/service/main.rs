@@ -6,5 +6,6 @@ mod features;
 mod harness;
 mod lifecycle;
 mod numbers;
+mod preemption;
 mod protocol;
 mod tokens;

@@ -1,21 +1,10 @@
 //! What is generated: equal to an independent implementation, and to itself however it is computed.
 
-use std::collections::HashMap;
+use eyrie_wire::v1::{Committed, Open, target_item::Op};
 
-use eyrie_wire::v1::{Open, Verify, target_item::Op, target_out::Body};
-
-use crate::harness::{Golden, Rounds, Server, close, goldens, greedy, next_verify, seeded, verify_after};
+use crate::harness::{Golden, Server, drafts, goldens, greedy, next_verify, seeded, together, tree_after};
 
 const TOKENS: u32 = 48;
-
-/// Drafts that are right for `golden` except every `wrong`-th of them.
-fn drafts(golden: &[u32], at: usize, k: usize, wrong: usize) -> Vec<u32> {
-    let right = golden.iter().chain(std::iter::repeat(&7)).copied().skip(at).take(k);
-    right
-        .enumerate()
-        .map(|(i, id)| if (at + i).is_multiple_of(wrong) { (id + 1) % 4096 } else { id })
-        .collect()
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn greedy_tokens_equal_the_goldens_plain_and_with_drafts_of_any_quality() {
@@ -64,13 +53,7 @@ async fn a_tree_accepts_the_path_that_plain_decoding_takes_and_goes_on_right() {
     let mut state = rounds.committed().await;
     let mut got = state.tokens.clone();
     while state.finish == 0 {
-        let at = got.len();
-        let right = |i: usize| tokens[(at + i).min(tokens.len() - 1)];
-        let wrong = |i: usize| (right(i) + 1) % 4096;
-        // Nodes 2, 4 and 6 are right; their siblings 1, 3 and 5 come first and are not.
-        let drafts = vec![wrong(0), right(0), wrong(1), right(1), wrong(2), right(2)];
-        let parents = vec![0, 0, 2, 2, 4, 4];
-        rounds.send(1, Op::Verify(Verify { parents, ..verify_after(&state, drafts) })).await;
+        rounds.send(1, tree_after(&state, tokens, got.len())).await;
         state = rounds.committed().await;
         assert_eq!(state.path, [2, 4, 6]);
         got.extend(&state.tokens);
@@ -124,34 +107,6 @@ async fn a_sequence_opened_again_elsewhere_goes_on_with_the_same_tokens() {
     server.stop().await;
 }
 
-/// Runs all of `opens` at once on one stream, sequence `i` drafting `i % 4` tokens; returns each one's tokens.
-async fn together(rounds: &mut Rounds, opens: Vec<Open>, right: &[Vec<u32>]) -> Vec<Vec<u32>> {
-    let count = opens.len();
-    let items = opens.into_iter().enumerate().map(|(seq, open)| (seq as u64, Op::Open(open)));
-    rounds.send_all(items.collect()).await;
-    let mut tokens: HashMap<usize, Vec<u32>> = HashMap::new();
-    let mut open = count;
-    while open > 0 {
-        let (seq, body) = rounds.next().await.unwrap().unwrap();
-        let Body::Committed(state) = body else {
-            assert!(matches!(body, Body::Closed(_)), "{body:?}");
-            open -= 1;
-            continue;
-        };
-        let so_far = tokens.entry(seq as usize).or_default();
-        so_far.extend(&state.tokens);
-        let op = match state.finish {
-            0 => {
-                let right = right.get(seq as usize).map_or(&[][..], Vec::as_slice);
-                next_verify(&state, drafts(right, so_far.len(), seq as usize % 4, 5))
-            }
-            _ => close(),
-        };
-        rounds.send(seq, op).await;
-    }
-    (0..count).map(|seq| tokens.remove(&seq).unwrap()).collect()
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn sequences_beside_others_get_the_tokens_they_get_alone() {
     let server = Server::start().await;
@@ -166,7 +121,12 @@ async fn sequences_beside_others_get_the_tokens_they_get_alone() {
     for i in 0..goldens.len() {
         alone.push(rounds.plain(100 + i as u64, open(i)).await);
     }
-    let got = together(&mut rounds, (0..goldens.len()).map(open).collect(), &alone).await;
+    let opens = (0..goldens.len()).map(open).collect();
+    let drafted = |seq: u64, state: &Committed, so_far: &[u32]| {
+        let drafts = drafts(&alone[seq as usize], so_far.len(), seq as usize % 4, 5);
+        Some(next_verify(state, drafts))
+    };
+    let got = together(&mut rounds, opens, drafted).await;
     assert_eq!(got, alone);
     assert_eq!(server.load().await.kv_used, 0);
     server.stop().await;
@@ -179,7 +139,7 @@ async fn sequences_that_do_not_fit_wait_for_pages_and_then_run() {
     let mut rounds = server.rounds(1).await;
     let goldens = goldens(4);
     let opens = goldens.iter().map(|golden| greedy(&golden.prompt, 30)).collect();
-    let got = together(&mut rounds, opens, &[]).await;
+    let got = together(&mut rounds, opens, |_, state, _| Some(next_verify(state, vec![]))).await;
     for (got, golden) in got.iter().zip(&goldens) {
         assert_eq!(got, &golden.tokens[..30]);
     }
