@@ -5,7 +5,7 @@ use eyrie_tests::{Asked, Fleet, ask, client, goldens, until};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{LoadReport, LoadRequest};
 
-const TOKENS: u32 = 64;
+const TOKENS: u32 = 120;
 
 async fn load(fleet: &Fleet) -> LoadReport {
     let channel = eyrie_wire::connect(&fleet.ready().target.parse().unwrap()).await.unwrap();
@@ -13,9 +13,9 @@ async fn load(fleet: &Fleet) -> LoadReport {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sixteen_streams_in_a_cache_for_five_get_the_tokens_they_get_alone() {
-    // Each needs two pages of 64 tokens in the end.
-    let fleet = Fleet::start(EYRIE, &["--kv-tokens", "640"]);
+async fn sixteen_streams_in_a_small_cache_get_the_tokens_they_get_alone() {
+    // Eight pages of 64 tokens, and each stream needs three in the end.
+    let fleet = Fleet::start(EYRIE, &["--kv-tokens", "512"]);
     let endpoint = fleet.ready().grpc;
     let sampled =
         |i: usize, asked: Asked| if i.is_multiple_of(3) { asked.sampled(0.8, i as u64) } else { asked };

@@ -248,6 +248,7 @@ pub(crate) async fn together(
         tokens: Vec<u32>,
         rounds: u32,
         rows: u32,
+        closing: bool,
     }
     impl Heard {
         fn take_rows(&mut self, refs: &[FeatureRef]) {
@@ -283,7 +284,8 @@ pub(crate) async fn together(
         heard.take_rows(&state.features);
         assert!(!features[seq as usize] || heard.rows == state.kv_len, "sequence {seq} lacks rows");
         let op = if state.finish == 0 { next(seq, &state, &heard.tokens) } else { Some(close()) };
-        if let Some(op) = op {
+        if let Some(op) = op.filter(|_| !heard.closing) {
+            heard.closing = matches!(op, Op::Close(_));
             rounds.send(seq, op).await;
         }
     }
