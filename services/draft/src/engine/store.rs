@@ -46,7 +46,9 @@ impl Store {
     /// Lets a sequence without slots start with those that are known of its tokens before `base_len`, if they reach
     /// beyond its origin.
     pub(super) fn find(&mut self, sequence: &mut Sequence, base_len: u32) {
-        let Some(tokens) = sequence.prefix(base_len + 1).filter(|_| sequence.table.is_empty()) else { return };
+        let Some(tokens) = sequence.prefix(base_len + 1).filter(|_| sequence.table.is_empty()) else {
+            return;
+        };
         let known = self.pages.lookup(tokens, base_len as usize);
         if known.len() > sequence.origin() {
             self.pages.free(std::mem::take(&mut sequence.table));
