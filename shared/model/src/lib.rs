@@ -24,7 +24,7 @@ pub use deepseek::DeepSeek;
 pub use eagle3::{DraftOut, DraftRows, Eagle3Head};
 pub use error::{ModelError, Result};
 pub use kimi::KimiK25;
-pub use pages::{Merged, OutOfPages, PageAllocator, PageCopy, SeqTable};
+pub use pages::{OutOfPages, PageAllocator, PageCopy, SeqTable};
 pub use rows::{LogitRows, SeqRows};
 pub use shared_weights::{Backing, EMBED, HEAD, SharedWeights};
 pub use target::{ForwardOut, TargetModel, load_target};

@@ -1,5 +1,7 @@
 //! The pages of a cache, handed to sequences, shared by those with the same beginning, and kept for later ones.
 
+use std::collections::HashMap;
+
 use crate::error::{ModelError, Result};
 use crate::prefix::PrefixTree;
 
@@ -58,7 +60,8 @@ pub struct OutOfPages {
     pub free: usize,
 }
 
-/// The leading rows of a page that others read, to be copied into the page that a table now has in its place.
+/// The leading rows of a page that others read, to be copied into the page that a table now has in its place. Copies are
+/// made in the order in which they were asked for, and before any row is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
     /// The shared page.
@@ -67,15 +70,6 @@ pub struct PageCopy {
     pub to: u32,
     /// Rows, from the first on.
     pub rows: u32,
-}
-
-/// A table's page, and the known page of equal rows that took its place.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Merged {
-    /// The page given back.
-    pub own: u32,
-    /// The page that the table shares now.
-    pub shared: u32,
 }
 
 /// Hands the pages of one cache to sequences.
@@ -91,8 +85,9 @@ pub struct PageAllocator {
     free: Vec<u32>,
     /// Tables that hold each page.
     holders: Vec<u32>,
-    /// How often each page was given back.
-    generations: Vec<u32>,
+    /// How often the rows of a page were given up, and for each page what that was at its last time.
+    given_up: u64,
+    generations: Vec<u64>,
     page_rows: usize,
     prefixes: Option<Prefixes>,
 }
@@ -109,6 +104,7 @@ impl PageAllocator {
         Self {
             free: (0..pages as u32).rev().collect(),
             holders: vec![0; pages],
+            given_up: 0,
             generations: vec![0; pages],
             page_rows: page_rows.max(1),
             prefixes: None,
@@ -122,48 +118,44 @@ impl PageAllocator {
         Self { prefixes: Some(Prefixes { tree, most_idle }), ..self }
     }
 
-    /// A table that shares the known pages of the longest known prefix of `tokens`, committed up to where it ends, and
-    /// at most up to slot `most`. The end may lie inside a page. O(pages).
-    pub fn lookup(&mut self, tokens: &[u32], most: usize) -> SeqTable {
+    /// A table that shares the known pages of the longest known prefix of `tokens`, committed up to where that ends,
+    /// which may be inside a page. O(pages).
+    pub fn lookup(&mut self, tokens: &[u32]) -> SeqTable {
         let Some(Prefixes { tree, .. }) = &mut self.prefixes else { return SeqTable::default() };
-        let (mut pages, rows) = tree.longest(tokens);
-        let len = rows.min(most);
-        pages.truncate(len.div_ceil(self.page_rows));
+        let (pages, rows) = tree.longest(tokens);
         for &page in &pages {
             tree.hold(page);
             self.holders[page as usize] += 1;
         }
-        SeqTable { pages, len: len as u32 }
+        SeqTable { pages, len: rows as u32 }
     }
 
     /// Makes the whole pages among the committed slots of `table` known as those of `tokens`, the table's own from its
     /// first on. A page whose rows are known already is given back for the known one. O(pages not known yet).
-    pub fn publish(&mut self, table: &mut SeqTable, tokens: &[u32]) -> Vec<Merged> {
-        let mut merged = Vec::new();
-        let Some(Prefixes { tree, .. }) = &mut self.prefixes else { return merged };
+    pub fn publish(&mut self, table: &mut SeqTable, tokens: &[u32]) {
+        let Some(Prefixes { tree, .. }) = &mut self.prefixes else { return };
         let whole = (table.len as usize).min(tree.rows(tokens.len())) / self.page_rows;
         let known =
             (0..whole).rev().find(|&index| tree.contains(table.pages[index])).map_or(0, |last| last + 1);
         let mut parent = known.checked_sub(1).map(|last| table.pages[last]);
+        let mut twins = Vec::new();
         for index in known..whole {
             let own = table.pages[index];
-            if let Some(shared) = tree.insert(parent, tokens, index, own) {
-                tree.hold(shared);
-                self.holders[shared as usize] += 1;
-                table.pages[index] = shared;
-                merged.push(Merged { own, shared });
+            if let Some(twin) = tree.insert(parent, tokens, index, own) {
+                tree.hold(twin);
+                self.holders[twin as usize] += 1;
+                table.pages[index] = twin;
+                twins.push(own);
             }
             parent = Some(table.pages[index]);
         }
-        for page in &merged {
-            self.let_go(page.own);
+        for own in twins {
+            self.let_go(own);
         }
-        merged
     }
 
     /// Makes room for slots `0..tokens` of `table` in all, none of those behind its length in a known page; all or
-    /// nothing. Idle pages make room where no page is free. The copy that is returned has to be made before the
-    /// allocator is used again.
+    /// nothing. Idle pages make room where no page is free.
     pub fn reserve(&mut self, table: &mut SeqTable, tokens: usize) -> Result<Option<PageCopy>, OutOfPages> {
         let grow = tokens.div_ceil(self.page_rows).saturating_sub(table.pages.len());
         let tail = self.known_tail(table).filter(|_| tokens > table.len as usize);
@@ -217,13 +209,27 @@ impl PageAllocator {
         self.prefixes.as_ref().map_or(0, |prefixes| prefixes.tree.idle_pages())
     }
 
-    /// Whether a table holds `page`.
-    pub fn is_held(&self, page: u32) -> bool {
-        self.holders[page as usize] > 0
+    /// Pages that no table would hold if `tables` did not.
+    pub fn held_only_by<'a>(&self, tables: impl IntoIterator<Item = &'a SeqTable>) -> usize {
+        let mut holders: HashMap<u32, u32> = HashMap::new();
+        for &page in tables.into_iter().flat_map(SeqTable::pages) {
+            *holders.entry(page).or_default() += 1;
+        }
+        holders.iter().filter(|&(&page, &holders)| self.holders[page as usize] == holders).count()
     }
 
-    /// Changes whenever what `page` holds is given up.
-    pub fn generation(&self, page: u32) -> u32 {
+    /// Whether the rows of `page` are known by their tokens.
+    pub fn is_known(&self, page: u32) -> bool {
+        self.prefixes.as_ref().is_some_and(|prefixes| prefixes.tree.contains(page))
+    }
+
+    /// How often the rows of a page were given up so far.
+    pub fn given_up(&self) -> u64 {
+        self.given_up
+    }
+
+    /// Changes whenever the rows of `page` are given up.
+    pub fn generation(&self, page: u32) -> u64 {
         self.generations[page as usize]
     }
 
@@ -242,7 +248,7 @@ impl PageAllocator {
         let index = table.len as usize / self.page_rows;
         let page = *table.pages.get(index)?;
         let inside = !(table.len as usize).is_multiple_of(self.page_rows);
-        self.prefixes.as_ref().filter(|prefixes| inside && prefixes.tree.contains(page)).map(|_| index)
+        (inside && self.is_known(page)).then_some(index)
     }
 
     fn take(&mut self) -> Option<u32> {
@@ -265,15 +271,21 @@ impl PageAllocator {
     }
 
     fn give_back(&mut self, page: u32) {
-        let generation = &mut self.generations[page as usize];
-        *generation = generation.wrapping_add(1);
+        self.give_up(page);
         self.free.push(page);
     }
 
+    fn give_up(&mut self, page: u32) {
+        self.given_up += 1;
+        self.generations[page as usize] = self.given_up;
+    }
+
+    /// Leaves a known page to the table that holds it.
     fn forget(&mut self, page: u32) {
         if let Some(prefixes) = &mut self.prefixes {
             prefixes.tree.forget(page);
         }
+        self.give_up(page);
     }
 
     /// Frees the page that has been idle longest.

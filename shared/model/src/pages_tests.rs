@@ -79,11 +79,10 @@ impl Bench {
 
     fn open(&mut self, t: usize, tokens: Vec<u32>) {
         self.pages.free(std::mem::take(&mut self.tables[t]).0);
-        let most = tokens.len().saturating_sub(1);
-        let table = self.pages.lookup(&tokens, most);
+        let table = self.pages.lookup(&tokens);
         let common = |known: &Vec<u32>| known.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
         let naive = self.published.iter().map(common).max().unwrap_or(0);
-        let naive = naive.saturating_sub(self.lookahead).min(most);
+        let naive = naive.saturating_sub(self.lookahead);
         assert!(table.len() as usize == naive || (self.evicts && (table.len() as usize) < naive));
         self.tables[t] = (table, tokens);
     }
@@ -117,8 +116,7 @@ impl Bench {
 
     fn publish(&mut self, t: usize) {
         let (table, tokens) = &mut self.tables[t];
-        let merged = self.pages.publish(table, tokens);
-        assert!(merged.iter().all(|m| !self.pages.is_held(m.own) && table.pages().contains(&m.shared)));
+        self.pages.publish(table, tokens);
         let rows = (table.len() as usize).min(tokens.len().saturating_sub(self.lookahead));
         let whole = rows - rows % self.pages.page_rows();
         if whole > 0 {
@@ -172,7 +170,7 @@ proptest! {
 
 /// A table whose rows for `tokens` are computed.
 fn computed(pages: &mut PageAllocator, tokens: &[u32]) -> SeqTable {
-    let mut table = pages.lookup(tokens, tokens.len());
+    let mut table = pages.lookup(tokens);
     pages.reserve(&mut table, tokens.len()).unwrap();
     table.commit(tokens.len() as u32, pages.page_rows()).unwrap();
     table
@@ -191,7 +189,7 @@ fn the_page_idle_longest_makes_room_and_ends_before_beginnings() {
         close(&mut pages, table, &tokens);
     }
     let hit = |pages: &mut PageAllocator, tokens: &[u32]| {
-        let table = pages.lookup(tokens, tokens.len());
+        let table = pages.lookup(tokens);
         let len = table.len();
         pages.free(table);
         len
@@ -209,12 +207,14 @@ fn a_table_that_needs_every_page_takes_the_one_it_would_copy() {
     let mut pages = PageAllocator::new(2, 4).with_prefixes(0, 2);
     let first = computed(&mut pages, &[1, 2, 3, 4]);
     close(&mut pages, first, &[1, 2, 3, 4]);
-    let mut table = pages.lookup(&[1, 2, 9, 9, 9], 4);
+    let mut table = pages.lookup(&[1, 2, 9, 9]);
     assert_eq!((table.len(), pages.free_pages()), (2, 1));
     let page = table.pages()[0];
+    let before = pages.generation(page);
     assert_eq!(pages.reserve(&mut table, 8), Ok(None));
     assert_eq!((table.pages()[0], pages.free_pages()), (page, 0));
-    assert_eq!(pages.lookup(&[1, 2, 3, 4], 3), SeqTable::default(), "it is not known any more");
+    assert_ne!(pages.generation(page), before);
+    assert_eq!(pages.lookup(&[1, 2, 3]), SeqTable::default(), "it is not known any more");
 }
 
 #[test]
@@ -223,12 +223,15 @@ fn equal_pages_computed_side_by_side_become_one() {
     let tokens = [1, 2, 3, 4, 5];
     let (mut a, mut b) = (computed(&mut pages, &tokens), computed(&mut pages, &tokens));
     assert_eq!(pages.free_pages(), 2);
-    assert!(pages.publish(&mut a, &tokens).is_empty());
-    let generation = pages.generation(b.pages()[0]);
-    let merged = pages.publish(&mut b, &tokens);
-    assert_eq!((merged.len(), pages.free_pages()), (2, 4));
+    pages.publish(&mut a, &tokens);
+    let (own, known) = (b.pages()[0], a.pages()[0]);
+    let before = [own, known].map(|page| pages.generation(page));
+    pages.publish(&mut b, &tokens);
+    assert_eq!((pages.free_pages(), pages.given_up()), (4, 2));
     assert_eq!(a.pages()[..2], b.pages()[..2]);
-    assert_ne!(pages.generation(merged[0].own), generation);
+    assert_ne!(pages.generation(own), before[0]);
+    assert_eq!((pages.generation(known), pages.is_known(known)), (before[1], true));
+    assert_eq!((pages.held_only_by([&a]), pages.held_only_by([&a, &b])), (1, 4));
     pages.free(a);
     assert_eq!((pages.free_pages(), pages.idle_pages()), (5, 0), "the other still holds them");
     pages.free(b);

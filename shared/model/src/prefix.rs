@@ -64,8 +64,7 @@ impl PrefixTree {
     pub(crate) fn longest(&self, tokens: &[u32]) -> (Vec<u32>, usize) {
         let (mut pages, mut rows) = (Vec::new(), 0);
         let mut children = &self.roots;
-        loop {
-            let Some((page, common)) = nearest(children, self.key(tokens, pages.len())) else { break };
+        while let Some((page, common)) = nearest(children, self.key(tokens, pages.len())) {
             let found = if pages.is_empty() { self.rows(common) } else { common };
             if found == 0 {
                 break;

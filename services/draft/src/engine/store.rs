@@ -49,7 +49,7 @@ impl Store {
         let Some(tokens) = sequence.prefix(base_len + 1).filter(|_| sequence.table.is_empty()) else {
             return;
         };
-        let known = self.pages.lookup(tokens, base_len as usize);
+        let known = self.pages.lookup(tokens);
         if known.len() > sequence.origin() {
             self.pages.free(std::mem::take(&mut sequence.table));
             sequence.adopt(known);
@@ -123,8 +123,8 @@ impl Store {
         self.pages.cut(&mut sequence.table, slots);
     }
 
-    /// Makes room for `slots` slots of a sequence that was taken out, at the cost of the sequences used longest ago. The
-    /// copy that is returned has to be made before the store is used again.
+    /// Makes room for `slots` slots of a sequence that was taken out, at the cost of the sequences used longest ago. A copy
+    /// that is returned has to be made before rows are written.
     ///
     /// # Errors
     /// Where even an otherwise empty store has too few pages beside the sequences of this step.
