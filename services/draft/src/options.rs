@@ -18,6 +18,9 @@ pub struct DraftOptions {
     pub target: Address,
     /// Positions that the draft's cache holds, over all sequences: 1 to 2³¹.
     pub cache_tokens: usize,
+    /// Bytes of that cache which may keep slots of ended sequences, for others whose tokens begin alike; 0 keeps none.
+    /// Default: as much as is free.
+    pub prefix_cache_bytes: Option<u64>,
     /// Threads that compute, 1 to 1,024.
     pub threads: usize,
     /// Instruction set of the kernels.
@@ -42,6 +45,7 @@ impl DraftOptions {
             listen,
             target,
             cache_tokens: 65_536,
+            prefix_cache_bytes: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::best(),
             max_sequences: 64,

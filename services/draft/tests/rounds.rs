@@ -128,7 +128,10 @@ async fn trees_are_those_of_an_independent_implementation() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn missing_rows_are_asked_for_and_the_draft_heals() {
     let dir = tempfile::tempdir().unwrap();
-    let (mut exporter, draft) = pair(&dir).await;
+    let mut exporter = Exporter::start(dir.path());
+    // Each sequence is to build all of its slots itself.
+    let draft = Draft::start_with(dir.path(), &exporter.address, |o| o.prefix_cache_bytes = Some(0)).await;
+    draft.until_attached(true).await;
     let mut rounds = draft.rounds(BOOT).await;
     let text = &texts(1)[0];
     let end = text.prompt_len + 20;

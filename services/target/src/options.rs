@@ -17,6 +17,9 @@ pub struct TargetOptions {
     pub context: Option<u32>,
     /// Tokens that the KV cache holds, over all sequences.
     pub kv_tokens: usize,
+    /// Bytes of the KV cache which may keep pages that no sequence holds, for prompts that begin alike; 0 keeps none.
+    /// Default: as much as is free.
+    pub prefix_cache_bytes: Option<u64>,
     /// Threads of a step; default: one per core.
     pub threads: Option<usize>,
     /// Rows of a step that prompts may use, less what rounds use.
@@ -25,7 +28,7 @@ pub struct TargetOptions {
     pub max_sequences: usize,
     /// Size of the feature ring; default: two prompt chunks, and four rounds of every sequence.
     pub ring_bytes: Option<u64>,
-    /// Memory for feature rows of live sequences, which a restarted draft asks for.
+    /// Memory for feature rows of live sequences and of the prefix cache, which a draft that lacks them asks for.
     pub aux_cache_bytes: u64,
     /// Canonical ids of the residual streams to capture (i enters layer i); empty captures none. Default: {2, n/2, n-3}.
     pub capture: Option<Vec<u32>>,
@@ -46,6 +49,7 @@ impl TargetOptions {
             listen,
             context: None,
             kv_tokens: 16 * 1024,
+            prefix_cache_bytes: None,
             threads: None,
             prefill_chunk: 256,
             max_sequences: 64,

@@ -23,6 +23,7 @@ pub(crate) struct Plan {
     pub(crate) vocab: u32,
     pub(crate) context: u32,
     pub(crate) kv_tokens: usize,
+    pub(crate) prefix_cache_bytes: Option<u64>,
     pub(crate) max_sequences: usize,
     pub(crate) prefill_chunk: usize,
     /// Canonical ids, strictly increasing; empty = no features.
@@ -50,6 +51,7 @@ impl Plan {
             vocab: config.vocab_size as u32,
             context: context(options, config)?,
             kv_tokens: options.kv_tokens,
+            prefix_cache_bytes: options.prefix_cache_bytes,
             max_sequences: options.max_sequences,
             prefill_chunk: options.prefill_chunk,
             ring_slots: if capture.is_empty() { 0 } else { ring_slots(options, aux_width)? },

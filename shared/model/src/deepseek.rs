@@ -9,10 +9,11 @@ use eyrie_checkpoint::{LayerTensors, TargetCheckpoint, TargetConfig, layer_tenso
 use eyrie_kernels::{Cpu, Embedding, Linear, PagedRows, Ragged, RmsNorm, Rope, RopeStyle};
 
 use crate::attention::Attention;
-use crate::cache::{Keep, LatentCache, SeqTable};
+use crate::cache::{Keep, LatentCache};
 use crate::error::{ModelError, Result};
 use crate::loader::{Loader, rope_spec};
 use crate::moe::FeedForward;
+use crate::pages::SeqTable;
 use crate::rows::{Block, RowPlan, SeqRows, Shape, check_parents};
 use crate::shared_weights::SharedWeights;
 use crate::target::{ForwardOut, TargetModel};

@@ -9,9 +9,10 @@ use candle_core::Tensor;
 use eyrie_checkpoint::{DraftCheckpoint, DraftConfig, EmbedSource, HeadSource};
 use eyrie_kernels::{Cpu, Embedding, GqaSpec, Linear, Mlp, RmsNorm, Rope, RopeStyle, gqa};
 
-use crate::cache::{DraftCache, SeqTable};
+use crate::cache::DraftCache;
 use crate::error::{ModelError, Result};
 use crate::loader::rope_spec;
+use crate::pages::SeqTable;
 use crate::rows::{Block, LogitRows, RowPlan, Shape};
 use crate::shared_weights::SharedWeights;
 use crate::types::{Aux, CaptureSet, DraftState, Feature};

@@ -1,6 +1,6 @@
 use eyrie_checkpoint::CheckpointError;
 
-use crate::cache::OutOfPages;
+use crate::pages::OutOfPages;
 
 /// What can go wrong while loading or running a model; each text names what, the limit and the given value.
 #[derive(Debug, thiserror::Error)]

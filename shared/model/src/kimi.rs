@@ -3,9 +3,10 @@
 
 use eyrie_checkpoint::TargetConfig;
 
-use crate::cache::{Keep, LatentCache, SeqTable};
+use crate::cache::{Keep, LatentCache};
 use crate::deepseek::DeepSeek;
 use crate::error::Result;
+use crate::pages::SeqTable;
 use crate::rows::SeqRows;
 use crate::shared_weights::SharedWeights;
 use crate::target::{ForwardOut, TargetModel};

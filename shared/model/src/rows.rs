@@ -5,8 +5,8 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 use eyrie_kernels::{Ragged, RowRef};
 
-use crate::cache::SeqTable;
 use crate::error::{ModelError, Result};
+use crate::pages::SeqTable;
 
 /// Which rows of a sequence get logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,10 +6,11 @@ use candle_core::Tensor;
 use eyrie_checkpoint::{Architecture, TargetCheckpoint, TargetConfig};
 use eyrie_kernels::Cpu;
 
-use crate::cache::{Keep, LatentCache, SeqTable};
+use crate::cache::{Keep, LatentCache};
 use crate::deepseek::DeepSeek;
 use crate::error::Result;
 use crate::kimi::KimiK25;
+use crate::pages::SeqTable;
 use crate::rows::SeqRows;
 use crate::shared_weights::SharedWeights;
 use crate::types::{Aux, CaptureSet, Progress};

@@ -49,7 +49,7 @@ pub(super) struct Attached {
 impl Attached {
     pub(super) fn new(attachment: Attachment, sizes: EngineSizes) -> Self {
         let Attachment { epoch, head, cache, ring, context, vocab } = attachment;
-        let store = Store::new(cache.allocator(), sizes.max_sequences);
+        let store = Store::new(cache.allocator_with_prefixes(sizes.prefix_cache_bytes), sizes.max_sequences);
         let (draft_vocab, max_draft_tokens) = (head.draft_vocab(), sizes.max_draft_tokens);
         let limits = Limits { vocab, draft_vocab, context, max_draft_tokens };
         Self {
@@ -166,7 +166,7 @@ impl Attached {
         match self.store.take(key) {
             Some(sequence) if sequence.built() >= start => sequence,
             Some(behind) => {
-                self.store.discard(behind);
+                self.store.release(behind);
                 Sequence::new(start)
             }
             None => Sequence::new(start),
@@ -182,6 +182,10 @@ impl Attached {
     ) -> Result<Prepared, ItemError> {
         let base_len = propose.base_len;
         let mut keep = sequence.take_tokens(propose.token_from, &propose.tokens, base_len);
+        if sequence.table.is_empty() {
+            self.store.find(sequence, base_len);
+            keep = sequence.built();
+        }
         let has_tip = keep == sequence.built() && sequence.tip.is_some();
         if keep == base_len && wanted != Wanted::Nothing && !has_tip {
             // Drafting starts from the output of the last slot, which only its feature can give again.
@@ -213,7 +217,12 @@ impl Attached {
             let what = format!("the round needs {slots} cache slots, cache_tokens allows {all}");
             return Err(item_error(Reason::KvCapacity, what));
         }
-        self.store.reserve(sequence, slots).map_err(|e| item_error(Reason::Busy, format!("draft cache: {e}")))
+        let busy = |e| item_error(Reason::Busy, format!("draft cache: {e}"));
+        if let Some(copy) = self.store.reserve(sequence, slots).map_err(busy)? {
+            let internal = |e| item_error(Reason::Internal, format!("draft cache: {e}"));
+            self.cache.copy(copy).map_err(internal)?;
+        }
+        Ok(())
     }
 }
 

@@ -49,6 +49,17 @@ impl Sequence {
         }
     }
 
+    /// Its tokens up to position `end`, from the first on; `None` where they are not all known.
+    pub(crate) fn prefix(&self, end: u32) -> Option<&[u32]> {
+        self.tokens.range(0, end)
+    }
+
+    /// Starts from slots that others with the same tokens built: `table` holds them, from position 0 on.
+    pub(crate) fn adopt(&mut self, table: SeqTable) {
+        (self.origin, self.built, self.tip) = (0, table.len(), None);
+        self.table = table;
+    }
+
     /// Position of slot 0.
     pub(crate) fn origin(&self) -> u32 {
         self.origin
@@ -171,6 +182,16 @@ mod tests {
         sequence.cut(2);
         assert!(sequence.tip.is_none());
         assert_eq!(sequence.slot_tokens(2, 4), Some(&[99, 14][..]));
+    }
+
+    #[test]
+    fn a_prefix_is_known_only_from_the_first_token_on() {
+        let mut sequence = Sequence::new(4);
+        sequence.take_tokens(0, &[10, 11, 12], 2);
+        assert_eq!(sequence.prefix(3), Some(&[10, 11, 12][..]));
+        assert_eq!(sequence.prefix(4), None);
+        sequence.take_tokens(4, &[14], 4);
+        assert_eq!(sequence.prefix(1), None);
     }
 
     #[test]

@@ -1,9 +1,12 @@
 //! The sequences that are at rest, and the pages of the one cache they share.
+//!
+//! Whole pages of slots are known by their tokens, and a new sequence that begins alike starts with them. Slot `j` holds
+//! token `j + 1`, so a prefix of `m` equal tokens gives `m - 1` slots.
 
 use std::collections::HashMap;
 use std::time::Instant;
 
-use eyrie_model::{OutOfPages, PageAllocator};
+use eyrie_model::{OutOfPages, PageAllocator, PageCopy};
 
 use super::mailbox::StreamId;
 use super::sequence::{SeqKey, Sequence};
@@ -40,8 +43,26 @@ impl Store {
         self.at_rest.remove(&key)
     }
 
+    /// Lets a sequence without slots start with those that are known of its tokens before `base_len`, if they reach
+    /// beyond its origin.
+    pub(super) fn find(&mut self, sequence: &mut Sequence, base_len: u32) {
+        let Some(tokens) = sequence.prefix(base_len + 1).filter(|_| sequence.table.is_empty()) else {
+            return;
+        };
+        let known = self.pages.lookup(tokens);
+        if known.len() > sequence.origin() {
+            self.pages.free(std::mem::take(&mut sequence.table));
+            sequence.adopt(known);
+        } else {
+            self.pages.free(known);
+        }
+    }
+
     /// Lays a sequence to rest as the most recently used one.
     pub(super) fn put(&mut self, key: SeqKey, mut sequence: Sequence) {
+        // Its last slot may be run again in place, so the page that holds it is not made known yet.
+        let end = sequence.built();
+        self.publish(&mut sequence, end);
         self.clock += 1;
         sequence.last_used = self.clock;
         sequence.rests_since = Some(Instant::now());
@@ -49,32 +70,49 @@ impl Store {
         while self.at_rest.len() > self.max_sequences && self.evict() {}
     }
 
-    /// Frees the pages of a sequence that was taken out.
+    /// Frees the pages of a sequence that was taken out and whose slots are not to be trusted.
     pub(super) fn discard(&mut self, sequence: Sequence) {
         self.pages.free(sequence.table);
     }
 
-    /// Frees a sequence at rest, if there is one of that name.
+    /// Ends a sequence that was taken out; others with the same tokens can start with its slots.
+    pub(super) fn release(&mut self, mut sequence: Sequence) {
+        let end = sequence.built() + 1;
+        self.publish(&mut sequence, end);
+        self.pages.free(sequence.table);
+    }
+
+    /// Makes the slots that the tokens before `end` determine known.
+    fn publish(&mut self, sequence: &mut Sequence, end: u32) {
+        let mut table = std::mem::take(&mut sequence.table);
+        if let Some(tokens) = sequence.prefix(end).filter(|_| sequence.origin() == 0) {
+            self.pages.publish(&mut table, tokens);
+        }
+        sequence.table = table;
+    }
+
+    /// Ends a sequence at rest, if there is one of that name.
     pub(super) fn close(&mut self, key: SeqKey) {
         if let Some(sequence) = self.take(key) {
-            self.discard(sequence);
+            self.release(sequence);
         }
     }
 
-    /// Frees the sequences that `stream` spoke of last.
+    /// Ends the sequences that `stream` spoke of last.
     pub(super) fn close_stream(&mut self, stream: StreamId) {
-        for (_, sequence) in self.at_rest.extract_if(|_, sequence| sequence.owner == stream) {
-            self.pages.free(sequence.table);
-        }
+        self.close_all(|sequence| sequence.owner == stream);
     }
 
-    /// Frees the sequences of unary calls that have rested since before `oldest`.
+    /// Ends the sequences of unary calls that have rested since before `oldest`.
     pub(super) fn expire(&mut self, oldest: Instant) {
-        let expired =
-            |sequence: &Sequence| sequence.unary && sequence.rests_since.is_some_and(|t| t < oldest);
-        for (key, sequence) in self.at_rest.extract_if(|_, sequence| expired(sequence)) {
-            tracing::debug!(boot_id = key.boot_id, seq = key.seq, "sequence of unary calls expired");
-            self.pages.free(sequence.table);
+        self.close_all(|sequence| sequence.unary && sequence.rests_since.is_some_and(|t| t < oldest));
+    }
+
+    fn close_all(&mut self, is_over: impl Fn(&Sequence) -> bool) {
+        let over: Vec<_> = self.at_rest.extract_if(|_, sequence| is_over(sequence)).collect();
+        for (key, sequence) in over {
+            tracing::debug!(boot_id = key.boot_id, seq = key.seq, "sequence ended without a close");
+            self.release(sequence);
         }
     }
 
@@ -85,16 +123,20 @@ impl Store {
         self.pages.cut(&mut sequence.table, slots);
     }
 
-    /// Makes room for `slots` slots of a sequence that was taken out, at the cost of the sequences used longest ago.
+    /// Makes room for `slots` slots of a sequence that was taken out, at the cost of the sequences used longest ago. A copy
+    /// that is returned has to be made before rows are written.
     ///
     /// # Errors
     /// Where even an otherwise empty store has too few pages beside the sequences of this step.
-    pub(super) fn reserve(&mut self, sequence: &mut Sequence, slots: usize) -> Result<(), OutOfPages> {
+    pub(super) fn reserve(
+        &mut self,
+        sequence: &mut Sequence,
+        slots: usize,
+    ) -> Result<Option<PageCopy>, OutOfPages> {
         loop {
             match self.pages.reserve(&mut sequence.table, slots) {
-                Err(out) if !self.evict() => return Err(out),
-                Err(_) => {}
-                Ok(()) => return Ok(()),
+                Err(_) if self.evict() => {}
+                reserved => return reserved,
             }
         }
     }

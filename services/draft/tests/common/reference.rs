@@ -56,6 +56,16 @@ pub fn texts(count: usize) -> Vec<Text> {
     texts
 }
 
+/// Texts of these tokens that no golden is known for, with prompts of `prompt_len` tokens.
+pub fn texts_of(tokens: impl IntoIterator<Item = Vec<u32>>, prompt_len: u32) -> Vec<Text> {
+    let mut model = model();
+    let text = |tokens: Vec<u32>| {
+        let rows = features(&mut model, &tokens);
+        Text { golden: Value::Null, prompt_len, tokens, rows }
+    };
+    tokens.into_iter().map(text).collect()
+}
+
 fn model() -> DeepSeek {
     let checkpoint = TargetCheckpoint::open(&demo("mini")).unwrap();
     let shared = SharedWeights::build(&checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap();

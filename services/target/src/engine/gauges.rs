@@ -13,6 +13,9 @@ pub(crate) struct Gauges {
     waiting: AtomicU64,
     kv_used: AtomicU64,
     preemptions: AtomicU64,
+    cached_tokens: AtomicU64,
+    prefix_lookups: AtomicU64,
+    prefix_hits: AtomicU64,
     aux_bytes: AtomicU64,
     aux_rows_let_go: AtomicU64,
     streams: AtomicU64,
@@ -28,6 +31,9 @@ impl Gauges {
             waiting: AtomicU64::new(0),
             kv_used: AtomicU64::new(0),
             preemptions: AtomicU64::new(0),
+            cached_tokens: AtomicU64::new(0),
+            prefix_lookups: AtomicU64::new(0),
+            prefix_hits: AtomicU64::new(0),
             aux_bytes: AtomicU64::new(0),
             aux_rows_let_go: AtomicU64::new(0),
             streams: AtomicU64::new(0),
@@ -48,6 +54,13 @@ impl Gauges {
     pub(crate) fn set_kv(&self, kv_used: u64, preemptions: u64) {
         self.kv_used.store(kv_used, Relaxed);
         self.preemptions.store(preemptions, Relaxed);
+    }
+
+    /// Slots that only the prefix cache holds, and prompt tokens looked up and found there since boot.
+    pub(crate) fn set_prefixes(&self, cached_tokens: u64, lookups: u64, hits: u64) {
+        self.cached_tokens.store(cached_tokens, Relaxed);
+        self.prefix_lookups.store(lookups, Relaxed);
+        self.prefix_hits.store(hits, Relaxed);
     }
 
     /// Bytes of feature rows kept, and rows let go since boot because there was no room for more.
@@ -82,6 +95,9 @@ impl Gauges {
             rows: self.rows.load(Relaxed),
             steps: self.steps.load(Relaxed),
             streams: clamp(&self.streams),
+            cached_tokens: self.cached_tokens.load(Relaxed),
+            prefix_lookups: self.prefix_lookups.load(Relaxed),
+            prefix_hits: self.prefix_hits.load(Relaxed),
             aux_bytes: self.aux_bytes.load(Relaxed),
             aux_rows_let_go: self.aux_rows_let_go.load(Relaxed),
             ..Default::default()

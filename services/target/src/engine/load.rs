@@ -17,7 +17,7 @@ use eyrie_speculation::Sampler;
 use super::admission::Limits;
 use super::features::Features;
 use super::streams::Streams;
-use super::{Engine, Gauges};
+use super::{Engine, Gauges, Prefixes};
 use crate::TargetError;
 use crate::fingerprint::{Parts, fingerprint};
 use crate::plan::Plan;
@@ -65,7 +65,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         ids => {
             let ids: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
             model.set_capture(&CaptureSet::new(&ids, checkpoint.config().num_hidden_layers)?)?;
-            Some(Features::create(plan.ring_slots, plan.aux_width, plan.aux_cache_bytes, epoch)?)
+            Some(Features::create(plan.ring_slots, plan.aux_width, PAGE_ROWS, plan.aux_cache_bytes, epoch)?)
         }
     };
     let parts =
@@ -74,7 +74,9 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
     let exports = Exports::of(model.as_ref(), features.as_ref())?;
     let cache = model.new_cache(plan.kv_tokens, PAGE_ROWS)?;
     let engine = Engine {
-        pages: cache.allocator(),
+        pages: cache.allocator_with_prefixes(plan.prefix_cache_bytes),
+        copies: Vec::new(),
+        prefixes: Prefixes::default(),
         limits: Limits {
             vocab: plan.vocab,
             context: plan.context,

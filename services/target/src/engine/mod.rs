@@ -4,6 +4,7 @@ mod admission;
 mod features;
 mod gauges;
 mod items;
+mod kept;
 mod load;
 mod mailbox;
 mod paging;
@@ -17,7 +18,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use eyrie_model::{LatentCache, PageAllocator, TargetModel};
+use eyrie_model::{LatentCache, PageAllocator, PageCopy, TargetModel};
 use eyrie_service::Drain;
 use eyrie_speculation::Sampler;
 use eyrie_wire::v1::{TargetItem, target_out::Body};
@@ -71,6 +72,9 @@ pub(crate) struct Engine {
     model: Box<dyn TargetModel>,
     cache: LatentCache,
     pages: PageAllocator,
+    /// Rows of shared pages to be copied before the next step.
+    copies: Vec<PageCopy>,
+    prefixes: Prefixes,
     features: Option<Features>,
     sequences: BTreeMap<Key, Sequence>,
     /// In the order in which they finished.
@@ -89,6 +93,13 @@ pub(crate) struct Engine {
     last_step: Duration,
     /// When the next step could first have begun.
     ready_since: Option<Instant>,
+}
+
+/// Prompt tokens looked up in the prefix cache so far, and found there.
+#[derive(Debug, Default, Clone, Copy)]
+struct Prefixes {
+    lookups: u64,
+    hits: u64,
 }
 
 /// What the loop does next.
@@ -272,12 +283,15 @@ impl Engine {
         Next::Sleep([expiry, overdue, retry, self.next_dormancy(now)].into_iter().flatten().min())
     }
 
-    fn report(&self) {
+    fn report(&mut self) {
         let running = self.holders();
         let used = (self.pages.pages() - self.pages.free_pages()) * self.pages.page_rows();
         self.gauges.set_sequences(running, self.sequences.len() - self.finished.len() - running);
         self.gauges.set_kv(used as u64, self.preemptions);
-        if let Some(features) = &self.features {
+        let cached = self.pages.idle_pages() * self.pages.page_rows();
+        self.gauges.set_prefixes(cached as u64, self.prefixes.lookups, self.prefixes.hits);
+        if let Some(features) = &mut self.features {
+            features.sweep(&self.pages);
             self.gauges.set_features(features.kept_bytes(), features.rows_let_go());
         }
         self.gauges.set_streams(self.streams.len());

@@ -3,10 +3,13 @@
 //! A sequence holds pages, or waits for some because it has work, or lost them while it had none and asks for them with
 //! its next Verify. What one accepted request needs at most fits the cache, and the best sequence that has work may take
 //! the pages of every other: so each gets its turn, and none fails for memory.
+//!
+//! Pages that were filled are known by their tokens. A sequence that is admitted, for the first time or again, starts with
+//! the known pages that it begins with.
 
 use std::time::{Duration, Instant};
 
-use eyrie_model::OutOfPages;
+use eyrie_model::{OutOfPages, SeqTable};
 
 use super::Engine;
 use super::scheduler::{self, Piece, Rows};
@@ -38,12 +41,52 @@ impl Engine {
     fn try_admit(&mut self, key: Key, now: Instant) -> bool {
         let Some(sequence) = self.sequences.get(&key) else { return false };
         let (class, slots) = (sequence.rank.class, sequence.slots_wanted());
+        let table = self.pages.lookup(sequence.reusable());
         let victims = self.victims(now, |other| other.class > class);
         let others = self.holders() - victims.len();
-        let wanted = slots.div_ceil(self.pages.page_rows()) + others;
-        others < self.max_sequences
-            && self.make_room(victims, wanted, self.max_sequences - 1)
-            && self.reserve(key, slots).is_ok()
+        let wanted = slots.div_ceil(self.pages.page_rows()).saturating_sub(table.pages().len()) + others;
+        match others < self.max_sequences && self.make_room(victims, wanted, self.max_sequences - 1) {
+            true => self.begin(key, table, slots),
+            false => {
+                self.pages.free(table);
+                false
+            }
+        }
+    }
+
+    /// Starts a sequence, or lets it go on, with the rows of `table` and pages for `slots` slots; false without enough.
+    fn begin(&mut self, key: Key, mut table: SeqTable, slots: usize) -> bool {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return false };
+        let is_new = sequence.kv_len == 0;
+        if let Some(features) = self.features.as_mut().filter(|_| is_new && sequence.features) {
+            features.adopt(key, &table, &self.pages);
+        }
+        let Ok(copy) = self.pages.reserve(&mut table, slots) else {
+            self.pages.free(table);
+            return false;
+        };
+        self.copies.extend(copy);
+        if is_new {
+            self.prefixes.lookups += sequence.reusable().len() as u64;
+            self.prefixes.hits += u64::from(table.len());
+            sequence.skip(table.len());
+        }
+        sequence.table = table;
+        true
+    }
+
+    /// Makes the pages known that a sequence has filled since it had `len` rows: others with the same tokens share them.
+    pub(super) fn publish(&mut self, key: Key, len: u32) {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return };
+        let page_rows = self.pages.page_rows() as u32;
+        let from = len / page_rows;
+        if sequence.table.len() / page_rows == from {
+            return;
+        }
+        self.pages.publish(&mut sequence.table, &sequence.tokens);
+        if let Some(features) = &mut self.features {
+            features.share(key, &sequence.table, from as usize, &self.pages);
+        }
     }
 
     /// Gives every piece the pages for its rows, and drops those whose sequence has to do without.
@@ -70,10 +113,10 @@ impl Engine {
     }
 
     fn reserve(&mut self, key: Key, slots: usize) -> Result<(), OutOfPages> {
-        match self.sequences.get_mut(&key) {
-            Some(sequence) => self.pages.reserve(&mut sequence.table, slots),
-            None => Ok(()),
-        }
+        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
+        let copy = self.pages.reserve(&mut sequence.table, slots)?;
+        self.copies.extend(copy);
+        Ok(())
     }
 
     /// Sequences that hold pages.
@@ -88,8 +131,8 @@ impl Engine {
     /// Preempts `victims` in their order until `pages` are free and at most `holders` sequences hold some; none of them,
     /// and false, if all together were not enough.
     fn make_room(&mut self, victims: Vec<Key>, pages: usize, holders: usize) -> bool {
-        let held = |key| self.sequences.get(key).map_or(0, |sequence| sequence.table.pages().len());
-        let in_all = self.pages.free_pages() + victims.iter().map(held).sum::<usize>();
+        let tables = victims.iter().filter_map(|key| self.sequences.get(key)).map(|sequence| &sequence.table);
+        let in_all = self.pages.free_pages() + self.pages.held_only_by(tables);
         if in_all < pages || self.holders() - victims.len() > holders {
             return false;
         }
@@ -102,8 +145,8 @@ impl Engine {
         true
     }
 
-    /// Takes a sequence's pages. Its rows are computed again when it gets some, from the same tokens and so to the same
-    /// bits; whatever it was doing then goes on.
+    /// Takes a sequence's pages. Its rows are computed again when it gets some, those that are not known any more, from the
+    /// same tokens and so to the same bits; whatever it was doing then goes on.
     fn preempt(&mut self, key: Key) {
         let Some(sequence) = self.sequences.get_mut(&key) else { return };
         self.pages.free(sequence.preempt());

@@ -106,6 +106,8 @@ pub(crate) struct Sequence {
     generated: u32,
     round: u32,
     prompt_len: usize,
+    /// Leading rows that were never computed for it.
+    cached: u32,
     answered: Answered,
 }
 
@@ -127,6 +129,7 @@ impl Sequence {
             rules: request.rules,
             generated: request.generated,
             round: 0,
+            cached: 0,
             answered: Answered::default(),
         }
     }
@@ -175,6 +178,26 @@ impl Sequence {
             Work::Round { rows, .. } => self.kv_len as usize + rows.len(),
             Work::Idle | Work::Finished => 0,
         }
+    }
+
+    /// Tokens whose rows it may take over where they were computed before: all that it has to compute before a token can
+    /// be drawn, and not the last of a prompt, which the token is drawn from.
+    pub(crate) fn reusable(&self) -> &[u32] {
+        let known = self.kv_len as usize;
+        let len = match &self.work {
+            // Once its gateway has rows, it is given those that follow them.
+            Work::Prefill if known > 0 => known.min(self.prompt_len - 1),
+            Work::Prefill => self.prompt_len - 1,
+            Work::Round { .. } => known,
+            Work::Idle | Work::Finished => 0,
+        };
+        &self.tokens[..len]
+    }
+
+    /// Begins behind `cached` rows that were computed for others.
+    pub(crate) fn skip(&mut self, cached: u32) {
+        self.cached = cached;
+        self.kv_len = cached;
     }
 
     /// Notes that rows `0..len` are computed; returns how many of them are old news.
@@ -275,6 +298,7 @@ impl Sequence {
             tokens: vec![token],
             finish: finish_reason(finish) as i32,
             last: true,
+            cached: self.cached,
             ..Default::default()
         })
     }

@@ -33,6 +33,9 @@ impl Engine {
         if pieces.is_empty() {
             return Ok(());
         }
+        for copy in std::mem::take(&mut self.copies) {
+            self.cache.copy(copy)?;
+        }
         let rows = self.compute(&pieces)?;
         self.gauges.add_step(rows);
         self.last_step = began.elapsed();
@@ -71,12 +74,14 @@ impl Engine {
             _ => Vec::new(),
         };
         for (index, piece) in pieces.iter().enumerate() {
+            let len = self.sequences[&piece.key].table.len();
             match piece.rows {
                 Rows::Prompt { tokens, last } => {
                     self.commit_prompt(piece.key, tokens, last, out, index, &aux)?;
                 }
                 Rows::Round => self.commit_round(*piece, out, index, &aux)?,
             }
+            self.publish(piece.key, len);
             self.release_finished(piece.key);
         }
         Ok(())

@@ -1,0 +1,249 @@
+//! Auxiliary rows kept for drafts that lack them, in blocks that cover a KV page each.
+//!
+//! A sequence refers to the blocks of its rows. A block that is full is also entered for the KV page that the prefix cache
+//! knows, so that sequences that start with that page share it, and it stays for as long as the page is known.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use eyrie_model::{PageAllocator, SeqTable};
+
+use super::sequence::Key;
+
+/// Rows of consecutive positions, row-major.
+type Block = Arc<Vec<f32>>;
+
+/// Rows under a byte limit. Over it, first those go that no sequence refers to, least recently used first, then the oldest
+/// rows of the longest sequence.
+#[derive(Debug)]
+pub(super) struct Kept {
+    width: usize,
+    page_rows: usize,
+    limit: u64,
+    sequences: BTreeMap<Key, Rows>,
+    pages: HashMap<u32, PageRows>,
+    /// Blocks in use, and the memory of those that were.
+    blocks: usize,
+    spare: Vec<Vec<f32>>,
+    clock: u64,
+    /// What [`PageAllocator::given_up`] was when blocks of pages were dropped last.
+    swept: u64,
+    rows_let_go: u64,
+}
+
+/// The rows `first..end` of a sequence. A block ends where the KV page does, and only the first may begin later than it.
+#[derive(Debug, Default)]
+struct Rows {
+    first: u32,
+    end: u32,
+    blocks: VecDeque<Block>,
+}
+
+/// The rows of a known KV page.
+#[derive(Debug)]
+struct PageRows {
+    generation: u64,
+    used: u64,
+    block: Block,
+}
+
+impl Kept {
+    pub(super) fn new(width: usize, page_rows: usize, limit: u64) -> Self {
+        Self {
+            width,
+            page_rows,
+            limit,
+            sequences: BTreeMap::new(),
+            pages: HashMap::new(),
+            blocks: 0,
+            spare: Vec::new(),
+            clock: 0,
+            swept: 0,
+            rows_let_go: 0,
+        }
+    }
+
+    /// Values a row.
+    pub(super) fn width(&self) -> usize {
+        self.width
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.blocks as u64 * self.block_bytes()
+    }
+
+    /// Rows of sequences that were let go because there was no room for more.
+    pub(super) fn rows_let_go(&self) -> u64 {
+        self.rows_let_go
+    }
+
+    /// Keeps `rows`, the first of which belongs to position `first` of `key`.
+    pub(super) fn append(&mut self, key: Key, first: u32, mut rows: &[f32]) {
+        let mut kept = self.sequences.remove(&key).unwrap_or_default();
+        if kept.end != first || kept.blocks.is_empty() {
+            kept.blocks.drain(..).for_each(|block| self.release(block));
+            (kept.first, kept.end) = (first, first);
+        }
+        while !rows.is_empty() {
+            let room = self.page_rows - kept.end as usize % self.page_rows;
+            if room == self.page_rows || kept.blocks.is_empty() {
+                kept.blocks.push_back(self.allocate());
+            }
+            let (now, later) = rows.split_at((room * self.width).min(rows.len()));
+            if let Some(block) = kept.blocks.back_mut() {
+                // Only full blocks are shared, so nothing is copied.
+                Arc::make_mut(block).extend_from_slice(now);
+            }
+            kept.end += (now.len() / self.width) as u32;
+            rows = later;
+        }
+        self.sequences.insert(key, kept);
+        self.trim();
+    }
+
+    /// The first position kept of `key` (`None` without any), where the copy starts, and up to `most` rows of `from..to`.
+    pub(super) fn read(&self, key: Key, from: u32, to: u32, most: u32) -> (Option<u32>, u32, Vec<f32>) {
+        let Some(rows) = self.sequences.get(&key).filter(|rows| !rows.blocks.is_empty()) else {
+            return (None, to, Vec::new());
+        };
+        let start = from.max(rows.first);
+        let wanted = to.saturating_sub(start).min(most) as usize * self.width;
+        let mut skip = (start - rows.first) as usize * self.width;
+        let mut values = Vec::with_capacity(wanted);
+        for block in &rows.blocks {
+            let part = &block[skip.min(block.len())..];
+            skip = skip.saturating_sub(block.len());
+            values.extend_from_slice(&part[..part.len().min(wanted - values.len())]);
+        }
+        (Some(rows.first), start, values)
+    }
+
+    /// Lets go of all rows of `key`; those of known pages stay.
+    pub(super) fn forget(&mut self, key: Key) {
+        if let Some(rows) = self.sequences.remove(&key) {
+            rows.blocks.into_iter().for_each(|block| self.release(block));
+        }
+    }
+
+    /// Gives `key`, which begins with the known pages of `table`, the rows that are kept of them: as many as reach up to
+    /// the table's end without a gap.
+    pub(super) fn adopt(&mut self, key: Key, table: &SeqTable, pages: &PageAllocator) {
+        self.sweep(pages);
+        self.forget(key);
+        let reaches = |page: &&u32| self.pages.contains_key(page);
+        let run = table.pages().iter().rev().take_while(reaches).count();
+        let first_page = table.pages().len() - run;
+        let (first, end) = ((first_page * self.page_rows) as u32, table.len());
+        let mut rows = Rows { first, end, blocks: VecDeque::with_capacity(run) };
+        for (index, page) in table.pages().iter().enumerate().skip(first_page) {
+            self.clock += 1;
+            let Some(known) = self.pages.get_mut(page) else { continue };
+            known.used = self.clock;
+            let block = Arc::clone(&known.block);
+            let inside = (end as usize - index * self.page_rows).min(self.page_rows);
+            rows.blocks.push_back(match inside == self.page_rows {
+                true => block,
+                false => self.copy(&block[..inside * self.width]),
+            });
+        }
+        self.sequences.insert(key, rows);
+        self.trim();
+    }
+
+    /// Enters the rows of `key` for those of its whole pages, from page number `from` on, that are known by now.
+    pub(super) fn share(&mut self, key: Key, table: &SeqTable, from: usize, pages: &PageAllocator) {
+        self.sweep(pages);
+        let Some(mut rows) = self.sequences.remove(&key) else { return };
+        let first_page = rows.first as usize / self.page_rows;
+        let whole = table.len() as usize / self.page_rows;
+        for (index, &page) in table.pages().iter().enumerate().take(whole).skip(from.max(first_page)) {
+            let Some(block) = rows.blocks.get_mut(index - first_page) else { break };
+            if block.len() < self.page_rows * self.width || !pages.is_known(page) {
+                continue;
+            }
+            self.clock += 1;
+            let (used, generation) = (self.clock, pages.generation(page));
+            let entry = PageRows { generation, used, block: Arc::clone(block) };
+            let shared = Arc::clone(&self.pages.entry(page).or_insert(entry).block);
+            let own = std::mem::replace(block, shared);
+            self.release(own);
+        }
+        self.sequences.insert(key, rows);
+    }
+
+    /// Drops the rows of pages that are not what they were.
+    pub(super) fn sweep(&mut self, pages: &PageAllocator) {
+        if self.swept == pages.given_up() {
+            return;
+        }
+        self.swept = pages.given_up();
+        let stale = |page: &u32, rows: &mut PageRows| pages.generation(*page) != rows.generation;
+        let gone: Vec<_> = self.pages.extract_if(|page, rows| stale(page, rows)).collect();
+        gone.into_iter().for_each(|(_, rows)| self.release(rows.block));
+    }
+
+    fn block_bytes(&self) -> u64 {
+        (self.page_rows * self.width * size_of::<f32>()) as u64
+    }
+
+    fn allocate(&mut self) -> Block {
+        self.blocks += 1;
+        Arc::new(self.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.page_rows * self.width)))
+    }
+
+    fn copy(&mut self, rows: &[f32]) -> Block {
+        let mut block = self.allocate();
+        Arc::make_mut(&mut block).extend_from_slice(rows);
+        block
+    }
+
+    /// Takes back a reference to a block, and its memory with the last one.
+    fn release(&mut self, block: Block) {
+        let Some(mut rows) = Arc::into_inner(block) else { return };
+        self.blocks -= 1;
+        if (self.blocks + self.spare.len()) as u64 * self.block_bytes() < self.limit {
+            rows.clear();
+            self.spare.push(rows);
+        }
+    }
+
+    fn trim(&mut self) {
+        while self.bytes() > self.limit && (self.drop_unused() || self.drop_oldest()) {}
+    }
+
+    /// Drops the block that no sequence refers to and that was used longest ago.
+    fn drop_unused(&mut self) -> bool {
+        let unused = self.pages.iter().filter(|(_, rows)| Arc::strong_count(&rows.block) == 1);
+        let Some(page) = unused.min_by_key(|(_, rows)| rows.used).map(|(&page, _)| page) else {
+            return false;
+        };
+        if let Some(rows) = self.pages.remove(&page) {
+            self.release(rows.block);
+        }
+        true
+    }
+
+    /// Drops the oldest rows of the longest sequence.
+    fn drop_oldest(&mut self) -> bool {
+        let longest = self.sequences.values_mut().max_by_key(|rows| rows.blocks.len());
+        let Some((rows, block)) = longest.and_then(|rows| rows.blocks.pop_front().map(|block| (rows, block)))
+        else {
+            return false;
+        };
+        let gone = (block.len() / self.width) as u32;
+        rows.first += gone;
+        self.release(block);
+        if self.rows_let_go == 0 {
+            tracing::warn!(
+                limit_bytes = self.limit,
+                "feature cache is full: oldest rows are let go, a restarted draft will start later in long sequences"
+            );
+        }
+        self.rows_let_go += u64::from(gone);
+        true
+    }
+}
+
+#[cfg(test)]
+#[path = "kept_tests.rs"]
+mod tests;

@@ -1,0 +1,135 @@
+use super::*;
+
+const WIDTH: usize = 3;
+const PAGE: usize = 4;
+const BLOCK: u64 = (PAGE * WIDTH * 4) as u64;
+
+fn key(seq: u64) -> Key {
+    Key { boot: 1, seq }
+}
+
+fn rows(positions: std::ops::Range<u32>) -> Vec<f32> {
+    positions.flat_map(|p| [p as f32, 0.5, -(p as f32)]).collect()
+}
+
+fn kept(blocks: u64) -> Kept {
+    Kept::new(WIDTH, PAGE, blocks * BLOCK)
+}
+
+#[test]
+fn rows_are_read_back_from_any_position() {
+    let mut kept = kept(100);
+    kept.append(key(1), 0, &rows(0..50));
+    kept.append(key(1), 50, &rows(50..51));
+    kept.append(key(2), 0, &rows(0..1));
+    assert_eq!(kept.read(key(1), 0, 51, 1000), (Some(0), 0, rows(0..51)));
+    assert_eq!(kept.read(key(1), 31, 40, 1000), (Some(0), 31, rows(31..40)));
+    assert_eq!(kept.read(key(1), 40, 51, 3), (Some(0), 40, rows(40..43)));
+    assert_eq!(kept.read(key(3), 0, 9, 3), (None, 9, vec![]));
+    kept.forget(key(1));
+    kept.forget(key(2));
+    assert_eq!(kept.bytes(), 0);
+}
+
+#[test]
+fn over_the_limit_the_longest_sequence_loses_its_oldest_rows() {
+    let mut kept = kept(4);
+    kept.append(key(1), 0, &rows(0..3));
+    kept.append(key(2), 0, &rows(0..12));
+    assert_eq!(kept.rows_let_go, 0);
+    kept.append(key(2), 12, &rows(12..13));
+    assert_eq!((kept.bytes(), kept.rows_let_go), (4 * BLOCK, PAGE as u64));
+    assert_eq!(kept.read(key(2), 0, 13, 1000), (Some(4), 4, rows(4..13)));
+    assert_eq!(kept.read(key(1), 0, 3, 1000), (Some(0), 0, rows(0..3)));
+}
+
+#[test]
+fn a_sequence_that_lost_all_rows_starts_again_where_it_is() {
+    let mut kept = kept(0);
+    kept.append(key(1), 0, &rows(0..10));
+    assert_eq!(kept.read(key(1), 0, 10, 9), (None, 10, vec![]));
+    kept.limit = u64::MAX;
+    kept.append(key(1), 10, &rows(10..13));
+    assert_eq!(kept.read(key(1), 0, 13, 9), (Some(10), 10, rows(10..13)));
+    assert_eq!(kept.bytes(), 2 * BLOCK, "blocks end where pages do");
+}
+
+/// Tokens of a sequence whose rows are those of [`rows`].
+fn tokens(len: u32) -> Vec<u32> {
+    (0..len).collect()
+}
+
+/// Computes and keeps `len` rows for `key`, and makes their pages known.
+fn compute(kept: &mut Kept, pages: &mut PageAllocator, key: Key, len: u32) -> SeqTable {
+    let mut table = SeqTable::default();
+    pages.reserve(&mut table, len as usize).unwrap();
+    table.commit(len, PAGE).unwrap();
+    kept.append(key, 0, &rows(0..len));
+    pages.publish(&mut table, &tokens(len));
+    kept.share(key, &table, 0, pages);
+    table
+}
+
+#[test]
+fn rows_of_known_pages_are_shared_and_outlive_the_sequence() {
+    let (mut kept, mut pages) = (kept(100), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
+    let table = compute(&mut kept, &mut pages, key(1), 10);
+    assert_eq!(kept.bytes(), 3 * BLOCK);
+    let live = pages.lookup(&tokens(7));
+    kept.adopt(key(2), &live, &pages);
+    assert_eq!(kept.read(key(2), 0, 7, 99), (Some(0), 0, rows(0..7)));
+    assert_eq!(kept.bytes(), 4 * BLOCK, "the page that it ends in has a copy");
+    kept.append(key(2), 7, &[9.0; 2 * WIDTH]);
+    assert_eq!(kept.read(key(1), 0, 10, 99).2, rows(0..10));
+
+    kept.forget(key(1));
+    pages.free(table);
+    assert_eq!(kept.bytes(), 4 * BLOCK);
+    let later = pages.lookup(&tokens(8));
+    kept.adopt(key(3), &later, &pages);
+    assert_eq!(kept.read(key(3), 0, 8, 99), (Some(0), 0, rows(0..8)));
+    for (key, table) in [(key(2), live), (key(3), later)] {
+        kept.forget(key);
+        pages.free(table);
+    }
+    assert_eq!(kept.bytes(), 2 * BLOCK);
+}
+
+#[test]
+fn equal_rows_kept_twice_become_one_block() {
+    let (mut kept, mut pages) = (kept(100), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
+    compute(&mut kept, &mut pages, key(1), 8);
+    compute(&mut kept, &mut pages, key(2), 8);
+    assert_eq!(kept.bytes(), 2 * BLOCK);
+    assert_eq!(kept.read(key(2), 0, 8, 99), (Some(0), 0, rows(0..8)));
+}
+
+#[test]
+fn rows_go_with_their_page_and_a_page_of_other_rows_has_none() {
+    let (mut kept, mut pages) = (kept(100), PageAllocator::new(3, PAGE).with_prefixes(0, 3));
+    let table = compute(&mut kept, &mut pages, key(1), 8);
+    kept.forget(key(1));
+    pages.free(table);
+    let other = [90, 91, 92, 93, 94, 95, 96, 97];
+    let mut table = SeqTable::default();
+    pages.reserve(&mut table, 8).unwrap();
+    table.commit(8, PAGE).unwrap();
+    pages.publish(&mut table, &other);
+    kept.adopt(key(2), &table, &pages);
+    assert_eq!(kept.read(key(2), 0, 8, 99), (None, 8, vec![]), "computed without features");
+    assert_eq!(kept.bytes(), BLOCK, "the first page's rows: it was not needed");
+    pages.free(table);
+}
+
+#[test]
+fn rows_that_no_sequence_has_go_first_and_a_gap_ends_what_is_adopted() {
+    let (mut kept, mut pages) = (kept(3), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
+    let table = compute(&mut kept, &mut pages, key(1), 12);
+    kept.forget(key(1));
+    kept.append(key(2), 0, &rows(0..1));
+    assert_eq!((kept.bytes(), kept.rows_let_go), (3 * BLOCK, 0));
+    kept.adopt(key(3), &table, &pages);
+    assert_eq!(kept.read(key(3), 0, 12, 99), (Some(4), 4, rows(4..12)));
+    kept.adopt(key(4), &pages.lookup(&tokens(4)), &pages);
+    assert_eq!(kept.read(key(4), 0, 4, 99), (None, 4, vec![]));
+}
