@@ -42,8 +42,13 @@ impl Lease {
 #[derive(Debug)]
 pub(crate) enum Memory {
     /// Weak, so that a reader of the state never keeps a lost lease mapped.
-    Mapped { region: Weak<dyn Region>, bytes: u64 },
-    Copied { bytes: u64 },
+    Mapped {
+        region: Weak<dyn Region>,
+        bytes: u64,
+    },
+    Copied {
+        bytes: u64,
+    },
 }
 
 impl fmt::Display for Memory {
@@ -102,12 +107,14 @@ impl LeaseState {
         if leases.is_empty() {
             return Err(refuse(Reason::Unreachable, self.not_attached()));
         }
-        let attached = leases.iter().map(|lease| format!("{:016x}", lease.epoch)).collect::<Vec<_>>().join(", ");
+        let attached =
+            leases.iter().map(|lease| format!("{:016x}", lease.epoch)).collect::<Vec<_>>().join(", ");
         let (epoch, several) = (hello.epoch, leases.len() > 1);
         leases.retain(|lease| lease.epoch == epoch || (epoch == 0 && !several));
         let Some(lease) = leases.pop() else {
             let limit = if several { "one of" } else { "that of" };
-            let what = format!("hello.epoch must be {limit} the attached targets: {attached}; given {epoch:016x}");
+            let what =
+                format!("hello.epoch must be {limit} the attached targets: {attached}; given {epoch:016x}");
             return Err(refuse(Reason::StaleEpoch, what));
         };
         if !hello.fingerprint.is_empty() && hello.fingerprint != lease.fingerprint {
@@ -191,7 +198,8 @@ mod tests {
         }
         assert!(refused(0, "").1.contains("0000000000000005, 0000000000000007; given 0"));
 
-        let lost = select(5, "").and_then(|_| state.select(&Hello { epoch: 5, ..Default::default() })).unwrap();
+        let lost =
+            select(5, "").and_then(|_| state.select(&Hello { epoch: 5, ..Default::default() })).unwrap();
         assert!(state.detached(0, "gone") && !state.detached(0, "gone"));
         assert!(lost.lost.is_cancelled() && state.is_attached());
         assert_eq!(select(0, "").unwrap(), 7);

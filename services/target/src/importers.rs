@@ -40,11 +40,14 @@ impl Importers {
         }
     }
 
-    /// Waits, once leases were ended, for their holders to let go; names those who do not. Blocking.
-    pub(crate) fn await_leases(leases: &LeaseTable) {
-        for lease in leases.wait_unmapped(UNMAP_GRACE).err().unwrap_or_default() {
+    /// Waits, once leases were ended, for their holders to let go; names those who do not. False if there are any.
+    /// Blocking.
+    pub(crate) fn await_leases(leases: &LeaseTable) -> bool {
+        let held = leases.wait_unmapped(UNMAP_GRACE).err().unwrap_or_default();
+        for lease in &held {
             tracing::warn!(%lease, "still holds this target's shared memory");
         }
+        held.is_empty()
     }
 
     /// Those who still held memory of the previous boot when this one went on.

@@ -66,7 +66,10 @@ pub async fn run(
         let served = serve(SERVICE, listener, routes, drain.clone(), |health| {
             let _ = health_sender.send(health);
         });
-        let served = served.await;
+        let served = tokio::select! {
+            served = served => served,
+            () = importers_hang(&state, &drain) => Ok(()),
+        };
         drain.stop();
         served
     };
@@ -76,7 +79,7 @@ pub async fn run(
         drain.stop();
         lived
     };
-    let (served, lived, ()) = tokio::join!(serving, living, name_importers(&state, &drain));
+    let (served, lived) = tokio::join!(serving, living);
     shut_down(&service, &drain, engine).await;
     lived?;
     Ok(served?)
@@ -223,12 +226,15 @@ impl Life<'_> {
     }
 }
 
-/// Once streams have to end, gives importers time to let go and names those who stay. Beside the end of the server,
-/// which waits longer for a connection that hangs and takes its lease with it.
-async fn name_importers(state: &Arc<State>, drain: &Drain) {
+/// Resolves when importers still hold on some time after streams had to end. A connection to a process that does not
+/// even end its lease is not worth waiting for.
+async fn importers_hang(state: &Arc<State>, drain: &Drain) {
     drain.stopped().await;
-    let state = Arc::clone(state);
-    let _ = tokio::task::spawn_blocking(move || Importers::await_leases(&state.leases)).await;
+    let leases = Arc::clone(state);
+    let released = tokio::task::spawn_blocking(move || Importers::await_leases(&leases.leases)).await;
+    if !matches!(released, Ok(false)) {
+        std::future::pending::<()>().await;
+    }
 }
 
 /// Ends the engine and the tasks.

@@ -7,8 +7,8 @@ use std::time::Duration;
 use eyrie_checkpoint::{CheckpointError, TargetCheckpoint};
 use eyrie_model::{Backing, ModelError, SharedWeights};
 use eyrie_region::{Grant, MemfdBuilder, RegionError, RegionKind, TensorGrant};
-use eyrie_wire::v1::{FileChunk, ReadSharedRequest};
 use eyrie_wire::v1::target_client::TargetClient;
+use eyrie_wire::v1::{FileChunk, ReadSharedRequest};
 use tokio::sync::Mutex;
 use tokio::task::{JoinError, spawn_blocking};
 use tonic::transport::Channel;
@@ -138,12 +138,14 @@ async fn fill(
             tracing::info!(copied_bytes = filled, bytes, "copying embedding and head");
         }
     }
-    if filled as u64 == bytes { Ok(memory) } else { Err(CopyError::Length { granted: bytes, sent: filled as u64 }) }
+    if filled as u64 == bytes {
+        Ok(memory)
+    } else {
+        Err(CopyError::Length { granted: bytes, sent: filled as u64 })
+    }
 }
 
-async fn next(
-    chunks: &mut Streaming<FileChunk>,
-) -> Result<Option<FileChunk>, CopyError> {
+async fn next(chunks: &mut Streaming<FileChunk>) -> Result<Option<FileChunk>, CopyError> {
     let chunk = tokio::time::timeout(CHUNK_TIMEOUT, chunks.message()).await;
     Ok(chunk.map_err(|_| CopyError::Silent)??)
 }

@@ -2,8 +2,8 @@
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use eyrie_checkpoint::AuxIds;
@@ -103,7 +103,8 @@ impl Importing {
                 tokio::task::spawn_blocking(move || map(&grant, &granted)).await??
             }
             SharedSource::Target => {
-                let shared = self.copies.from_target(&mut TargetClient::new(channel.clone()), &granted).await?;
+                let shared =
+                    self.copies.from_target(&mut TargetClient::new(channel.clone()), &granted).await?;
                 copied(shared, channel, &granted)?
             }
             SharedSource::Folder(folder) => {
@@ -153,7 +154,7 @@ fn map(grant: &LeaseGrant, granted: &Grant) -> Result<Obtained, ImportError> {
     let [weights, ring] = descriptors(FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?)?;
     let region: Arc<dyn Region> = Arc::new(ImportedMemfd::import(weights, granted.bytes)?);
     let ring = RingReader::open(ring, geometry, granted.epoch)?;
-    let memory = Memory::Mapped { region: Arc::downgrade(&region) as Weak<_>, bytes: granted.bytes };
+    let memory = Memory::Mapped { region: Arc::downgrade(&region), bytes: granted.bytes };
     let shared = SharedWeights::import(region, granted, granted.epoch)?;
     Ok(Obtained { shared, memory, features: FeatureSource::Ring(ring), rows: None })
 }

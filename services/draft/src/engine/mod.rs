@@ -84,12 +84,8 @@ impl EngineHandle {
     pub(crate) fn start(sizes: EngineSizes) -> io::Result<(Self, oneshot::Receiver<()>)> {
         let (sender, receiver) = mpsc::channel(mailbox::MAILBOX);
         let (ended, end) = oneshot::channel();
-        let engine = Engine {
-            mailbox: receiver,
-            sizes,
-            attached: BTreeMap::new(),
-            outbox: Outbox::default(),
-        };
+        let engine =
+            Engine { mailbox: receiver, sizes, attached: BTreeMap::new(), outbox: Outbox::default() };
         std::thread::Builder::new().name("draft-engine".to_owned()).spawn(move || {
             // Dropped, and so told, on every way out of the thread.
             let _ended = ended;

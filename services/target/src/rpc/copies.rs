@@ -38,9 +38,7 @@ impl Copies {
         };
         let shared = Arc::new(ImportedMemfd::import(weights.try_clone()?, grant.bytes)?);
         let ring = match ring {
-            Some((fd, geometry)) => {
-                Some(Arc::new(RingReader::open(fd.try_clone()?, geometry, grant.epoch)?))
-            }
+            Some((fd, geometry)) => Some(Arc::new(RingReader::open(fd.try_clone()?, geometry, grant.epoch)?)),
             None => None,
         };
         Ok(Self { shared, ring })
@@ -73,7 +71,10 @@ impl Service {
     }
 
     /// The rows of ring slots, empty for those that were overwritten.
-    pub(super) async fn feature_rows(&self, request: ReadFeaturesRequest) -> Result<ReadFeaturesReply, Status> {
+    pub(super) async fn feature_rows(
+        &self,
+        request: ReadFeaturesRequest,
+    ) -> Result<ReadFeaturesReply, Status> {
         let ring = self.copies(request.epoch)?.ring.clone();
         let ring = ring.ok_or_else(|| refuse(Reason::Unsupported, "the target captures no features"))?;
         let (given, most) = (request.slots.len(), slots_per_read(&ring.geometry()));
