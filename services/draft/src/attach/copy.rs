@@ -52,7 +52,7 @@ pub(crate) struct CopyStore(Mutex<Option<SharedWeights>>);
 
 impl CopyStore {
     /// A copy of what `grant` describes, streamed from the target unless it is held already.
-    pub(super) async fn from_target(
+    pub(super) async fn read(
         &self,
         client: &mut TargetClient<Channel>,
         grant: &Grant,
@@ -63,12 +63,12 @@ impl CopyStore {
         }
         // Another model's: two would not be needed at the same time for longer than this takes.
         *held = None;
-        let copy = read(client, grant).await?;
+        let copy = stream(client, grant).await?;
         Ok(held.insert(copy).clone())
     }
 
     /// The same weights from the checkpoint in `folder`, refused where they are not what `grant` describes.
-    pub(super) async fn from_folder(&self, folder: &Path, grant: &Grant) -> Result<SharedWeights, CopyError> {
+    pub(super) async fn build(&self, folder: &Path, grant: &Grant) -> Result<SharedWeights, CopyError> {
         let mut held = self.0.lock().await;
         let copy = match held.clone() {
             Some(copy) => copy,
@@ -104,7 +104,7 @@ fn differing(copy: &SharedWeights, grant: &Grant) -> Option<(String, String)> {
     grant.tensors.iter().find_map(|wanted| Some((wanted.name.clone(), differs(wanted)?)))
 }
 
-async fn read(client: &mut TargetClient<Channel>, grant: &Grant) -> Result<SharedWeights, CopyError> {
+async fn stream(client: &mut TargetClient<Channel>, grant: &Grant) -> Result<SharedWeights, CopyError> {
     let bytes = grant.bytes;
     tracing::info!(bytes, "copying embedding and head from the target");
     // Allocating takes the kernel as long as zeroing all pages does.

@@ -103,12 +103,11 @@ impl Importing {
                 tokio::task::spawn_blocking(move || map(&grant, &granted)).await??
             }
             SharedSource::Target => {
-                let shared =
-                    self.copies.from_target(&mut TargetClient::new(channel.clone()), &granted).await?;
+                let shared = self.copies.read(&mut TargetClient::new(channel.clone()), &granted).await?;
                 copied(shared, channel, &granted)?
             }
             SharedSource::Folder(folder) => {
-                let shared = self.copies.from_folder(folder, &granted).await?;
+                let shared = self.copies.build(folder, &granted).await?;
                 copied(shared, channel, &granted)?
             }
         };
