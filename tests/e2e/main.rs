@@ -19,6 +19,8 @@ mod lossless;
 #[cfg(test)]
 mod memory;
 #[cfg(test)]
+mod remote;
+#[cfg(test)]
 mod sampling;
 #[cfg(test)]
 mod services;

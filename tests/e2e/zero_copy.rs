@@ -59,11 +59,12 @@ async fn draft_maps_the_embedding_and_owns_none_of_it() {
     ask(&prompt, 64).chain(3).run(&mut client(&ready.grpc).await).await.unwrap();
 
     let card = card(ready.draft.as_ref().unwrap()).await;
+    let lease = &card.targets[0];
     // Embedding and head of the bundled target: 2 x 4096 x 384 bf16.
     let shared = 2 * 4096 * 384 * 2;
-    assert!(card.mapped_bytes >= shared, "{card:?}");
-    assert_eq!(card.mapped_private_dirty, 0, "no page of the mapping is the draft's own");
-    assert_eq!(card.mapped_kind, "memfd");
+    assert!(lease.mapped_bytes >= shared, "{card:?}");
+    assert_eq!(lease.mapped_private_dirty, 0, "no page of the mapping is the draft's own");
+    assert_eq!((lease.kind.as_str(), lease.copied_bytes), ("map", 0));
 
     let mappings = memfd_mappings(ready.pids.draft.unwrap());
     let weights =
@@ -89,7 +90,7 @@ async fn draft_without_a_head_uses_the_target_s() {
     assert_eq!(drafted.ids, plain.ids);
     assert!(drafted.usage.drafted_tokens > 0);
     let card = card(ready.draft.as_ref().unwrap()).await;
-    assert_eq!(card.mapped_private_dirty, 0);
+    assert_eq!(card.targets[0].mapped_private_dirty, 0);
     let own = std::fs::metadata(draft.join("model.safetensors")).unwrap().len();
     assert!(card.own_bytes <= own, "own {} of a file of {own} bytes without embed and head", card.own_bytes);
 }

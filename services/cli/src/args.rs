@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use eyrie_draft::SharedSource;
 use eyrie_wire::Address;
 
 /// Serve DeepSeek and Kimi models with lossless EAGLE-3 speculative decoding.
@@ -271,13 +272,18 @@ pub(crate) struct DraftArgs {
     /// Where to serve
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     pub(crate) listen: Address,
-    /// Target whose weights to map
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
-    pub(crate) target: Address,
-    /// Tokens that the draft's KV cache holds
+    /// Target to draft for; may be given several times, and each gets an equal share of the KV cache
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address, required = true)]
+    pub(crate) target: Vec<Address>,
+    /// Where the target's embedding and head come from: `map` shares the target's memory and works on its host alone;
+    /// `target` copies them from the target; a folder with the same model is read instead. With the last two, features
+    /// are read over the network. Never one in place of another
+    #[arg(long, value_name = "map|target|DIR", default_value = "map", value_parser = parse_shared)]
+    pub(crate) shared_weights: SharedSource,
+    /// Tokens that the draft's KV cache holds, over all targets
     #[arg(long, value_name = "N", default_value_t = 65_536)]
     pub(crate) cache_tokens: usize,
-    /// Sequences at once; the least recently used makes room
+    /// Sequences at once, for each target; the least recently used makes room
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_sequences: usize,
     /// Tokens proposed in one round at most
@@ -322,6 +328,10 @@ pub(crate) struct GatewayArgs {
 
 fn parse_address(s: &str) -> Result<Address, String> {
     s.parse::<Address>().map_err(|e| e.to_string())
+}
+
+fn parse_shared(s: &str) -> Result<SharedSource, String> {
+    if s.is_empty() { Err("want map, target or a folder".to_owned()) } else { Ok(s.into()) }
 }
 
 fn parse_tree(s: &str) -> Result<eyrie_wire::v1::TreeShape, String> {

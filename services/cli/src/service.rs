@@ -38,6 +38,7 @@ pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
     let drain = begin(&args.service)?;
     let defaults = eyrie_draft::DraftOptions::new(args.model, args.listen, args.target);
     let options = eyrie_draft::DraftOptions {
+        shared: args.shared_weights,
         cache_tokens: args.cache_tokens,
         max_sequences: args.max_sequences,
         max_draft_tokens: args.max_draft_tokens,

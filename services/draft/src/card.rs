@@ -1,15 +1,15 @@
 //! What the service says about itself.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use eyrie_checkpoint::{DraftCheckpoint, EmbedSource};
 use eyrie_region::mapping_usage;
-use eyrie_wire::PROTOCOL_VERSION;
-use eyrie_wire::v1::DraftCard;
+use eyrie_wire::v1::{DraftCard, TargetLease};
+use eyrie_wire::{Address, PROTOCOL_VERSION};
 
 use crate::DraftOptions;
-use crate::state::Lease;
+use crate::state::{Memory, Standing};
 
 /// The one kind of head that loads, whatever name its file gives it.
 const ARCHITECTURE: &str = "eagle3-llama";
@@ -38,9 +38,9 @@ impl HeadCard {
         }
     }
 
-    /// The card under a lease, or without one and why. Reads `/proc/self/smaps`: blocking.
-    pub(crate) fn card(self, lease: Result<Arc<Lease>, String>, sequences: u32) -> DraftCard {
-        let mut card = DraftCard {
+    /// The card with what is held of each target. Reads `/proc/self/smaps`: blocking.
+    pub(crate) fn card(self, targets: Vec<(Address, Standing)>) -> DraftCard {
+        DraftCard {
             protocol_version: PROTOCOL_VERSION,
             name: self.name,
             architecture: self.architecture,
@@ -48,32 +48,45 @@ impl HeadCard {
             trained_length: self.trained_length,
             max_draft_tokens: self.max_draft_tokens,
             own_bytes: self.own_bytes,
-            sequences,
             pid: std::process::id(),
-            ..Default::default()
-        };
-        let lease = match lease {
-            Ok(lease) => lease,
-            Err(because) => {
-                card.not_attached_because = because;
-                return card;
-            }
-        };
-        card.attached = true;
-        card.epoch = lease.epoch;
-        card.fingerprint = lease.fingerprint.clone();
-        card.aux_rule = lease.aux_rule.clone();
-        // A head that owns both tables lets the mapping go.
-        if let Some(region) = lease.mapped.upgrade() {
-            card.mapped_bytes = lease.mapped_bytes;
-            card.mapped_kind = region.kind().to_string();
-            match mapping_usage(region.as_ref()) {
-                Ok(usage) => card.mapped_private_dirty = usage.private_dirty,
-                Err(error) => tracing::warn!("mapped memory cannot be accounted for: {error}"),
+            targets: targets.into_iter().map(target_lease).collect(),
+        }
+    }
+}
+
+fn target_lease((address, standing): (Address, Standing)) -> TargetLease {
+    let address = address.to_string();
+    let lease = match standing {
+        Ok(lease) => lease,
+        Err(because) => return TargetLease { address, because, ..Default::default() },
+    };
+    let mut told = TargetLease {
+        address,
+        attached: true,
+        epoch: lease.epoch,
+        fingerprint: lease.fingerprint.clone(),
+        sequences: lease.sequences.load(Relaxed),
+        aux_rule: lease.aux_rule.clone(),
+        ..Default::default()
+    };
+    match &lease.memory {
+        Memory::Copied { bytes } => {
+            told.kind = "copy".to_owned();
+            told.copied_bytes = *bytes;
+        }
+        Memory::Mapped { region, bytes } => {
+            told.kind = "map".to_owned();
+            // A head that owns both tables lets the mapping go.
+            if let Some(region) = region.upgrade() {
+                told.mapped_bytes = *bytes;
+                match mapping_usage(region.as_ref()) {
+                    Ok(usage) => told.mapped_private_dirty = usage.private_dirty,
+                    Err(error) => tracing::warn!("mapped memory cannot be accounted for: {error}"),
+                }
             }
         }
-        card
     }
+    told
 }
 
 fn folder_name(dir: &Path) -> String {

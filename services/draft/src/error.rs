@@ -2,6 +2,7 @@
 
 use eyrie_checkpoint::CheckpointError;
 use eyrie_kernels::KernelError;
+use eyrie_model::ModelError;
 use eyrie_service::ServeError;
 
 /// Errors that end the service. A target that is absent or does not match is not one of them: the service then
@@ -28,6 +29,9 @@ pub enum DraftError {
     /// The compute backend cannot start.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// The head's weights cannot be used.
+    #[error(transparent)]
+    Model(#[from] ModelError),
     /// The listening socket cannot be had.
     #[error(transparent)]
     Listen(std::io::Error),

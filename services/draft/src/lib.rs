@@ -1,6 +1,6 @@
-//! The draft service: an EAGLE-3 head that runs on the target's mapped weights and proposes tokens.
+//! The draft service: an EAGLE-3 head that runs on its targets' mapped or copied weights and proposes tokens.
 //!
-//! It is a disposable cache. It attaches to a target by a lease, serves rounds while the lease lives, and whatever
+//! It is a disposable cache. It attaches to each target by a lease, serves rounds while the lease lives, and whatever
 //! happens to it changes no token of any sequence.
 #![forbid(unsafe_code)]
 
@@ -8,25 +8,29 @@ mod attach;
 mod card;
 mod engine;
 mod error;
+mod inline;
 mod options;
 mod outgoing;
 mod rpc;
 mod state;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use eyrie_checkpoint::DraftCheckpoint;
+use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint};
 use eyrie_kernels::{Cpu, CpuOptions};
-use eyrie_service::Drain;
+use eyrie_model::HeadWeights;
+use eyrie_service::{Drain, Health};
 use eyrie_wire::v1::draft_server::DraftServer;
 use eyrie_wire::{Listener, MAX_MESSAGE};
+use tokio::sync::Mutex;
 use tonic::service::Routes;
 
 pub use error::DraftError;
-pub use options::{DraftOptions, Ready};
+pub use options::{DraftOptions, Ready, SharedSource};
 
-use attach::Attacher;
+use attach::{Attacher, Attaching, CopyStore, Importing};
 use card::HeadCard;
 use engine::{Command, EngineHandle, EngineSizes};
 use rpc::DraftService;
@@ -37,7 +41,7 @@ const SERVICE: &str = "eyrie.v1.Draft";
 /// How long tasks may take to end once the service has stopped.
 const JOIN_GRACE: Duration = Duration::from_secs(5);
 
-/// Runs the draft service until `drain` stops it. It listens at once and attaches to the target when that is there;
+/// Runs the draft service until `drain` stops it. It listens at once and attaches to each target when that is there;
 /// `on_ready` is called once it listens, Describe and health tell whether it is attached.
 ///
 /// # Errors
@@ -48,11 +52,7 @@ pub async fn run(
     on_ready: impl FnOnce(&Ready),
 ) -> Result<(), DraftError> {
     options.validate()?;
-    let options = Arc::new(options);
-    let dir = options.model_dir.clone();
-    let opened = tokio::task::spawn_blocking(move || DraftCheckpoint::open(&dir)).await;
-    let checkpoint = Arc::new(opened.map_err(DraftError::Loader)??);
-    let cpu = Cpu::new(CpuOptions { threads: options.threads, isa: options.isa })?;
+    let (checkpoint, head) = open(&options).await?;
     let listener = Listener::bind(&options.listen).await.map_err(DraftError::Listen)?;
     let ready = Ready { address: listener.address().clone() };
     let (engine, engine_ended) = EngineHandle::start(EngineSizes {
@@ -62,17 +62,16 @@ pub async fn run(
         unary_idle: options.unary_idle,
     })
     .map_err(DraftError::EngineStart)?;
-    let state = Arc::new(LeaseState::new());
-    let head = HeadCard::new(&options, &checkpoint);
-    let service = DraftService::new(engine.clone(), Arc::clone(&state), head, drain.clone());
+    let state = Arc::new(LeaseState::new(&options.targets));
+    let card = HeadCard::new(&options, &checkpoint);
+    let service = DraftService::new(engine.clone(), Arc::clone(&state), card, drain.clone());
     let server = DraftServer::new(service).max_decoding_message_size(MAX_MESSAGE);
     drain.spawn(expire(engine.clone(), drain.clone(), options.unary_idle));
     let (tasks, stopping) = (drain.clone(), drain.clone());
     let handle = engine.clone();
     let serving =
         eyrie_service::serve(SERVICE, listener, Routes::new(server), drain.clone(), move |health| {
-            let attacher = Attacher { options, checkpoint, cpu, engine: handle, state, health };
-            tasks.spawn(attacher.run(tasks.clone()));
+            attach_all(&tasks, options, checkpoint, head, handle, state, health);
             // Rounds streams end by themselves once draining; nothing else is worth waiting for.
             tasks.spawn(async move {
                 stopping.draining().await;
@@ -90,6 +89,52 @@ pub async fn run(
     }
     engine.send(Command::Stop).await;
     outcome
+}
+
+/// The head's files, and its weights packed; a folder given for shared weights must be a checkpoint.
+async fn open(options: &DraftOptions) -> Result<(Arc<DraftCheckpoint>, Arc<HeadWeights>), DraftError> {
+    let (dir, threads, isa) = (options.model_dir.clone(), options.threads, options.isa);
+    let folder = match &options.shared {
+        SharedSource::Folder(folder) => Some(folder.clone()),
+        SharedSource::Map | SharedSource::Target => None,
+    };
+    let opened = tokio::task::spawn_blocking(move || -> Result<_, DraftError> {
+        let checkpoint = DraftCheckpoint::open(&dir)?;
+        folder.map(|folder: PathBuf| TargetCheckpoint::open(&folder)).transpose()?;
+        let cpu = Cpu::new(CpuOptions { threads, isa })?;
+        let head = HeadWeights::load(&checkpoint, &cpu)?;
+        Ok((Arc::new(checkpoint), Arc::new(head)))
+    });
+    opened.await.map_err(DraftError::Loader)?
+}
+
+/// Starts an attach loop for each target.
+fn attach_all(
+    tasks: &Drain,
+    options: DraftOptions,
+    checkpoint: Arc<DraftCheckpoint>,
+    head: Arc<HeadWeights>,
+    engine: EngineHandle,
+    state: Arc<LeaseState>,
+    health: Health,
+) {
+    let importing = Importing {
+        head,
+        source: options.shared,
+        copies: CopyStore::default(),
+        cache_tokens: options.cache_tokens / options.targets.len(),
+    };
+    let all = Arc::new(Attaching {
+        checkpoint,
+        convention: options.aux_convention,
+        importing: Arc::new(importing),
+        engine,
+        state,
+        health: Mutex::new(health),
+    });
+    for (place, target) in options.targets.into_iter().enumerate() {
+        tasks.spawn(Attacher { target, place, all: Arc::clone(&all) }.run(tasks.clone()));
+    }
 }
 
 /// Has the engine look for sequences that rest longer than `idle`, four times in that time.

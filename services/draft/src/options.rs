@@ -7,6 +7,32 @@ use eyrie_wire::{Address, MAX_VERIFY_ROWS};
 
 use crate::DraftError;
 
+/// Targets of one draft at most.
+const MAX_TARGETS: usize = 16;
+
+/// Where a draft takes the embedding and the head of its target from. What is asked for is what is done: where it is not
+/// possible the draft is not attached and says why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SharedSource {
+    /// Mapped from the target's memory, without a copy. Features come through the target's ring. On the same host.
+    Map,
+    /// One copy, read from the target. Features are read from the target as they are needed.
+    Target,
+    /// One copy, built from this folder, which must hold the target's model. Features as with [`Target`](Self::Target).
+    Folder(PathBuf),
+}
+
+impl From<&str> for SharedSource {
+    /// `map`, `target`, or else a path.
+    fn from(given: &str) -> Self {
+        match given {
+            "map" => Self::Map,
+            "target" => Self::Target,
+            folder => Self::Folder(PathBuf::from(folder)),
+        }
+    }
+}
+
 /// How a draft service is run.
 #[derive(Debug, Clone)]
 pub struct DraftOptions {
@@ -14,9 +40,11 @@ pub struct DraftOptions {
     pub model_dir: PathBuf,
     /// Where to listen.
     pub listen: Address,
-    /// The target to attach to. On the same host: embedding and features come through shared memory.
-    pub target: Address,
-    /// Positions that the draft's cache holds, over all sequences: 1 to 2³¹.
+    /// The targets to attach to, 1 to 16, all different.
+    pub targets: Vec<Address>,
+    /// Where their embedding and head come from.
+    pub shared: SharedSource,
+    /// Positions that the draft's cache holds, over all sequences: 1 to 2³¹. Targets get equal shares of it.
     pub cache_tokens: usize,
     /// Bytes of that cache which may keep slots of ended sequences, for others whose tokens begin alike; 0 keeps none.
     /// Default: as much as is free.
@@ -25,7 +53,7 @@ pub struct DraftOptions {
     pub threads: usize,
     /// Instruction set of the kernels.
     pub isa: Isa,
-    /// Sequences held at once, 1 to 2²⁰; the least recently used one is dropped for another.
+    /// Sequences held at once for each target, 1 to 2²⁰; the least recently used one is dropped for another.
     pub max_sequences: usize,
     /// Tokens proposed in one round at most, 1 to 63.
     pub max_draft_tokens: usize,
@@ -37,13 +65,14 @@ pub struct DraftOptions {
 }
 
 impl DraftOptions {
-    /// Defaults for the head in `model_dir`: all threads, 65,536 cached positions, 64 sequences, 63 draft tokens,
-    /// 60 s for unary calls.
-    pub fn new(model_dir: PathBuf, listen: Address, target: Address) -> Self {
+    /// Defaults for the head in `model_dir`: mapped weights, all threads, 65,536 cached positions, 64 sequences,
+    /// 63 draft tokens, 60 s for unary calls.
+    pub fn new(model_dir: PathBuf, listen: Address, targets: Vec<Address>) -> Self {
         Self {
             model_dir,
             listen,
-            target,
+            targets,
+            shared: SharedSource::Map,
             cache_tokens: 65_536,
             prefix_cache_bytes: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -64,7 +93,14 @@ impl DraftOptions {
         };
         check("max_draft_tokens", self.max_draft_tokens, MAX_VERIFY_ROWS - 1)?;
         check("max_sequences", self.max_sequences, 1 << 20)?;
+        check("number of targets", self.targets.len(), MAX_TARGETS)?;
         check("cache_tokens", self.cache_tokens, 1 << 31)?;
+        check("cache_tokens of a target", self.cache_tokens / self.targets.len(), 1 << 31)?;
+        let twice = self.targets.iter().enumerate().find(|(i, target)| self.targets[..*i].contains(target));
+        if let Some((_, target)) = twice {
+            let (limit, given) = ("all different".to_owned(), format!("{target} twice"));
+            return Err(DraftError::Option { field: "targets", limit, given });
+        }
         if !(Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.unary_idle) {
             let given = format!("{:?}", self.unary_idle);
             return Err(DraftError::Option { field: "unary_idle", limit: "1ms..=3600s".to_owned(), given });

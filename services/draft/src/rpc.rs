@@ -52,23 +52,7 @@ impl DraftService {
         if self.drain.is_draining() {
             return Err(refuse(Reason::Draining, "the draft is draining"));
         }
-        let lease = self.state.get().map_err(|because| {
-            refuse(Reason::Unreachable, format!("the draft is not attached: {because}"))
-        })?;
-        if hello.epoch != 0 && hello.epoch != lease.epoch {
-            let what = format!(
-                "hello.epoch must be {:016x}, the attached target's, given {:016x}",
-                lease.epoch, hello.epoch
-            );
-            return Err(refuse(Reason::StaleEpoch, what));
-        }
-        if !hello.fingerprint.is_empty() && hello.fingerprint != lease.fingerprint {
-            let what = format!(
-                "hello.fingerprint must be {}, the attached target's, given {}",
-                lease.fingerprint, hello.fingerprint
-            );
-            return Err(refuse(Reason::StaleEpoch, what));
-        }
+        let lease = self.state.select(&hello)?;
         let answer = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
             boot_id: hello.boot_id,
@@ -91,9 +75,9 @@ impl Draft for DraftService {
         &self,
         _request: Request<v1::DescribeDraftRequest>,
     ) -> Result<Response<v1::DraftCard>, Status> {
-        let (head, state, sequences) = (self.head.clone(), self.state.get(), self.engine.sequences());
+        let (head, targets) = (self.head.clone(), self.state.all());
         // Reading the accounting of a large process takes the kernel milliseconds.
-        tokio::task::spawn_blocking(move || head.card(state, sequences))
+        tokio::task::spawn_blocking(move || head.card(targets))
             .await
             .map(Response::new)
             .map_err(|e| refuse(Reason::Internal, format!("describe failed: {e}")))
@@ -139,15 +123,17 @@ impl Draft for DraftService {
     }
 
     async fn round(&self, request: Request<v1::DraftFrame>) -> Result<Response<v1::DraftReply>, Status> {
-        let v1::DraftFrame { hello, items } = request.into_inner();
+        let v1::DraftFrame { hello, mut items } = request.into_inner();
         let (lease, hello) = self.admit(hello)?;
         let (sender, mut receiver) = mpsc::channel(items.len().max(1));
+        let held = lease.take_in(&mut items).await;
         let frame = Frame {
             stream: self.next_stream(),
             unary: true,
             boot_id: hello.boot_id,
             epoch: lease.epoch,
             items,
+            held,
             replies: Replies { sender, overrun: CancellationToken::new() },
         };
         if !self.engine.send(Command::Frame(frame)).await {
@@ -164,7 +150,7 @@ impl Draft for DraftService {
     async fn drain(&self, _request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainReply>, Status> {
         // A round is milliseconds and no sequence depends on the draft: there is nothing to be graceful about
         // beyond the rounds that are under way, so `grace_ms` has nothing to bound.
-        let sequences = self.engine.sequences();
+        let sequences = self.state.sequences();
         self.drain.start();
         Ok(Response::new(v1::DrainReply { sequences }))
     }
@@ -212,13 +198,15 @@ impl Reader {
         self.engine.send(Command::Close(self.stream)).await;
     }
 
-    async fn pass_on(&self, items: Vec<v1::DraftItem>) -> bool {
+    async fn pass_on(&self, mut items: Vec<v1::DraftItem>) -> bool {
+        let held = self.lease.take_in(&mut items).await;
         let frame = Frame {
             stream: self.stream,
             unary: false,
             boot_id: self.boot_id,
             epoch: self.lease.epoch,
             items,
+            held,
             replies: self.replies.clone(),
         };
         self.engine.send(Command::Frame(frame)).await

@@ -72,7 +72,7 @@ async fn the_death_of_the_target_is_noticed_and_a_new_one_is_attached_to() {
     let died = Instant::now();
     let card = draft.until_attached(false).await;
     assert!(died.elapsed() < Duration::from_secs(2), "{:?}", died.elapsed());
-    assert!(card.mapped_bytes == 0 && !card.not_attached_because.is_empty(), "{card:?}");
+    assert!(card.mapped_bytes == 0 && !card.because.is_empty(), "{card:?}");
     let lost = common::patient("the stream to end", rounds.replies.message()).await.unwrap_err();
     assert_eq!(reason_of(&lost).as_deref(), Some("UNREACHABLE"), "{lost:?}");
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -101,15 +101,16 @@ async fn the_embedding_is_mapped_and_not_copied() {
     let tokens = text.tokens(0, t);
     rounds.proposal(1, Propose { base_len: t, tokens, features, k: 5, ..Default::default() }).await;
     let card = draft.card().await;
+    let lease = &card.targets[0];
     let config = std::fs::read_to_string(common::demo("mini").join("config.json")).unwrap();
     let config: serde_json::Value = serde_json::from_str(&config).unwrap();
     let embed = config["vocab_size"].as_u64().unwrap() * config["hidden_size"].as_u64().unwrap() * 2;
-    assert_eq!(card.mapped_kind, "memfd");
-    assert!(card.mapped_bytes >= 2 * embed, "embedding and head: {card:?}");
-    assert_eq!(card.mapped_private_dirty, 0);
+    assert_eq!((lease.kind.as_str(), lease.copied_bytes, lease.sequences), ("map", 0, 1));
+    assert!(lease.mapped_bytes >= 2 * embed, "embedding and head: {card:?}");
+    assert_eq!(lease.mapped_private_dirty, 0);
     let file = std::fs::metadata(common::demo("mini-eagle3").join("model.safetensors")).unwrap().len();
     assert!(card.own_bytes < file && card.own_bytes > file / 2, "{card:?}");
-    assert!(card.aux_rule.contains("[2, 4, 5]"), "{}", card.aux_rule);
+    assert!(lease.aux_rule.contains("[2, 4, 5]"), "{}", lease.aux_rule);
     draft.stop().await;
 }
 
@@ -227,7 +228,7 @@ async fn drain_ends_streams_and_the_service() {
 async fn a_service_that_cannot_start_says_why() {
     let dir = tempfile::tempdir().unwrap();
     let listen = Address::Unix(dir.path().join("draft.sock"));
-    let options = DraftOptions::new(common::demo("mini-eagle3"), listen.clone(), listen);
+    let options = DraftOptions::new(common::demo("mini-eagle3"), listen.clone(), vec![listen]);
     let start = async |options: DraftOptions| -> String {
         let ended: Result<(), DraftError> = eyrie_draft::run(options, Drain::new(), |_| {}).await;
         ended.unwrap_err().to_string()
@@ -238,6 +239,11 @@ async fn a_service_that_cannot_start_says_why() {
     assert_eq!(none, "draft option max_sequences: must be 1..=1048576, given 0");
     let empty = start(DraftOptions { cache_tokens: 0, ..options.clone() }).await;
     assert_eq!(empty, "draft option cache_tokens: must be 1..=2147483648, given 0");
+    let target = options.targets[0].clone();
+    let none = start(DraftOptions { targets: Vec::new(), ..options.clone() }).await;
+    assert_eq!(none, "draft option number of targets: must be 1..=16, given 0");
+    let twice = start(DraftOptions { targets: vec![target.clone(), target], ..options.clone() }).await;
+    assert!(twice.starts_with("draft option targets: must be all different, given unix:"), "{twice}");
     let hasty = start(DraftOptions { unary_idle: Duration::ZERO, ..options.clone() }).await;
     assert_eq!(hasty, "draft option unary_idle: must be 1ms..=3600s, given 0ns");
     let idle = start(DraftOptions { threads: 0, ..options.clone() }).await;

@@ -6,6 +6,7 @@ mod common;
 use common::exporter::{Exporter, SLOTS};
 use common::reference::{Text, texts};
 use common::{Draft, Rounds, item, proposal};
+use eyrie_draft::{DraftOptions, SharedSource};
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::feature_ref::At;
 use eyrie_wire::v1::{CloseDraft, DraftFrame, DraftItem, FeatureRef, Propose, TreeShape, draft_item};
@@ -21,8 +22,12 @@ fn propose(text: &Text, from: u32, base_len: u32, features: Vec<FeatureRef>, k: 
 }
 
 async fn pair(dir: &tempfile::TempDir) -> (Exporter, Draft) {
+    pair_with(dir, |_| ()).await
+}
+
+async fn pair_with(dir: &tempfile::TempDir, edit: impl FnOnce(&mut DraftOptions)) -> (Exporter, Draft) {
     let exporter = Exporter::start(dir.path());
-    let draft = Draft::start(dir.path(), &exporter.address).await;
+    let draft = Draft::start_with(dir.path(), &exporter.address, edit).await;
     draft.until_attached(true).await;
     (exporter, draft)
 }
@@ -127,11 +132,22 @@ async fn trees_are_those_of_an_independent_implementation() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn missing_rows_are_asked_for_and_the_draft_heals() {
+    missing_rows(SharedSource::Map).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn missing_rows_are_asked_for_by_a_draft_elsewhere_as_well() {
+    missing_rows(SharedSource::Target).await;
+}
+
+async fn missing_rows(shared: SharedSource) {
     let dir = tempfile::tempdir().unwrap();
-    let mut exporter = Exporter::start(dir.path());
     // Each sequence is to build all of its slots itself.
-    let draft = Draft::start_with(dir.path(), &exporter.address, |o| o.prefix_cache_bytes = Some(0)).await;
-    draft.until_attached(true).await;
+    let own_slots = |options: &mut DraftOptions| {
+        options.shared = shared;
+        options.prefix_cache_bytes = Some(0);
+    };
+    let (mut exporter, draft) = pair_with(&dir, own_slots).await;
     let mut rounds = draft.rounds(BOOT).await;
     let text = &texts(1)[0];
     let end = text.prompt_len + 20;
@@ -359,17 +375,17 @@ async fn close_and_a_broken_stream_free_sequences() {
     for seq in 1..=3 {
         open(&mut rounds, seq).await;
     }
-    assert_eq!(draft.card().await.sequences, 3);
+    assert_eq!(draft.lease().await.sequences, 3);
     rounds.send(vec![DraftItem { seq: 2, op: Some(draft_item::Op::Close(CloseDraft {})) }]).await;
     open(&mut rounds, 1).await;
-    assert_eq!(draft.card().await.sequences, 2);
+    assert_eq!(draft.lease().await.sequences, 2);
 
     // The same gateway comes back and speaks of 3 before the old stream is noticed to be gone.
     let mut second = draft.rounds(BOOT).await;
     open(&mut second, 3).await;
     drop(rounds);
     common::patient("the sequences of the broken stream to go", async {
-        while draft.card().await.sequences != 1 {}
+        while draft.lease().await.sequences != 1 {}
     })
     .await;
     let t = text.prompt_len;
@@ -412,7 +428,7 @@ async fn sequences_of_unary_calls_expire_and_those_of_streams_stay() {
     let begun = std::time::Instant::now();
     let frame = DraftFrame { hello: Some(common::hello(8)), items: vec![item(5, asked)] };
     draft.client().await.round(frame).await.unwrap();
-    common::patient("the sequence to expire", async { while draft.card().await.sequences != 1 {} }).await;
+    common::patient("the sequence to expire", async { while draft.lease().await.sequences != 1 {} }).await;
     assert!(begun.elapsed() >= idle, "{:?}", begun.elapsed());
     rounds.proposal(1, propose(text, t, t, vec![], 2)).await;
     draft.stop().await;

@@ -123,8 +123,8 @@ impl Api {
             Some(State::Up(ready)) => {
                 model.speculating = true;
                 model.draft_name = ready.card.name.clone();
-                model.shared_bytes = ready.card.mapped_bytes;
-                model.shared_kind = ready.card.mapped_kind.clone();
+                model.shared_bytes = ready.lease.mapped_bytes;
+                model.shared_kind = ready.lease.kind.clone();
             }
         }
         model

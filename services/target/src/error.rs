@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use eyrie_checkpoint::CheckpointError;
 use eyrie_model::ModelError;
-use eyrie_region::{DoorError, RingError};
+use eyrie_region::{DoorError, RegionError, RingError};
 use eyrie_service::ServeError;
 
 /// Why the target could not start or had to end; one line that names what, limit and given value.
@@ -51,6 +51,9 @@ pub enum TargetError {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// What is exported cannot be mapped once more for copies.
+    #[error("shared memory: {0}")]
+    Region(#[from] RegionError),
     /// A fault of ours on the engine's thread.
     #[error("the engine stopped: {0}")]
     Engine(String),

@@ -22,8 +22,9 @@ use tonic::{Code, Request, Status};
 
 use crate::engine::{Command, LoadRequest, Receiver, load, mailbox};
 use crate::files::Files;
+use crate::importers::Importers;
 use crate::plan::Plan;
-use crate::rpc::Service;
+use crate::rpc::{Copies, Service};
 use crate::run::step_until_stopped;
 use crate::state::State;
 use crate::{TargetError, TargetOptions};
@@ -105,7 +106,8 @@ fn set_up() -> Setup {
     let plan = Plan::new(&options, checkpoint.config()).unwrap();
     let epoch = Epoch::random().unwrap();
     let files = Files::scan(&dir).unwrap();
-    let state = Arc::new(State::new(&checkpoint, plan.clone(), files, epoch, Weak::new()));
+    let importers = Importers::open(dir.join("none/importers"));
+    let state = Arc::new(State::new(&checkpoint, plan.clone(), files, epoch, importers, Weak::new()));
     let (sender, mailbox) = mailbox();
     let drain = Drain::new();
     let service = Service::new(Arc::clone(&state), sender, drain.clone(), Duration::ZERO);
@@ -120,7 +122,8 @@ fn start(fault: Fault) -> (Service, Ended) {
     let Setup { state, service, request, mailbox } = set_up();
     let loaded = load(request, &mut |_| {}).unwrap();
     let engine = loaded.engine.with_model(|model| Box::new(Faulty { model, fault }));
-    state.loaded(loaded.exports, loaded.formats, loaded.fingerprint);
+    let copies = Copies::of(&loaded.exports).unwrap();
+    state.loaded(loaded.exports, copies, loaded.formats, loaded.fingerprint);
     let thread = std::thread::spawn(move || step_until_stopped(&state, engine, &mailbox));
     (service, thread)
 }

@@ -10,6 +10,7 @@ mod error;
 mod fault_tests;
 mod files;
 mod fingerprint;
+mod importers;
 mod options;
 mod plan;
 mod rpc;

@@ -13,15 +13,14 @@ use tokio::sync::oneshot;
 
 use crate::engine::{Command, Engine, LoadRequest, Loaded, Receiver, load, mailbox};
 use crate::files::Files;
+use crate::importers::Importers;
 use crate::plan::Plan;
-use crate::rpc::Service;
+use crate::rpc::{Copies, Service};
 use crate::state::State;
 use crate::{TargetError, TargetOptions};
 
 /// Full name of the gRPC service, for health.
 const SERVICE: &str = "eyrie.v1.Target";
-/// How long a stopping target waits for importers to let go of its memory.
-const LEASE_GRACE: Duration = Duration::from_secs(2);
 /// How long the engine and the tasks of ended streams may take to end. A load cannot be interrupted.
 const STOP_GRACE: Duration = Duration::from_secs(2);
 
@@ -54,8 +53,10 @@ pub async fn run(
     let epoch = Epoch::random()?;
     let listener = Listener::bind(&options.listen).await?;
     let address = listener.address().clone();
-    let door = Arc::new(FdDoor::bind(door_path(&address, options.runtime_dir.as_deref(), epoch))?);
-    let state = Arc::new(State::new(&checkpoint, plan, files, epoch, Arc::downgrade(&door)));
+    let runtime_dir = options.runtime_dir.as_deref();
+    let door = Arc::new(FdDoor::bind(door_path(&address, runtime_dir, epoch))?);
+    let importers = Importers::open(ledger_path(&address, runtime_dir));
+    let state = Arc::new(State::new(&checkpoint, plan, files, epoch, importers, Arc::downgrade(&door)));
     let (sender, receiver) = mailbox();
     let service = Service::new(Arc::clone(&state), sender, drain.clone(), options.drain_grace);
     let mut engine = EngineThread::spawn(&state, checkpoint, receiver, drain.clone())?;
@@ -65,7 +66,10 @@ pub async fn run(
         let served = serve(SERVICE, listener, routes, drain.clone(), |health| {
             let _ = health_sender.send(health);
         });
-        let served = served.await;
+        let served = tokio::select! {
+            served = served => served,
+            () = importers_hang(&state, &drain) => Ok(()),
+        };
         drain.stop();
         served
     };
@@ -76,7 +80,7 @@ pub async fn run(
         lived
     };
     let (served, lived) = tokio::join!(serving, living);
-    shut_down(&state, &service, &drain, engine).await;
+    shut_down(&service, &drain, engine).await;
     lived?;
     Ok(served?)
 }
@@ -129,11 +133,16 @@ fn work(
     mailbox: &Receiver<Command>,
     loaded: oneshot::Sender<()>,
 ) -> Result<(), TargetError> {
-    let outcome = guarded(|| load(request, &mut |progress| state.progress(progress)));
+    state.importers.await_former();
+    let outcome = guarded(|| {
+        let loaded = load(request, &mut |progress| state.progress(progress))?;
+        let copies = Copies::of(&loaded.exports)?;
+        Ok((loaded, copies))
+    });
     let outcome = outcome.inspect_err(|error| state.failed(error.to_string()));
-    let Loaded { engine, exports, formats, fingerprint } = outcome?;
+    let (Loaded { engine, exports, formats, fingerprint }, copies) = outcome?;
     tracing::info!(weights = formats, "model loaded");
-    state.loaded(exports, formats, fingerprint);
+    state.loaded(exports, copies, formats, fingerprint);
     let _ = loaded.send(());
     step_until_stopped(state, engine, mailbox)
 }
@@ -217,19 +226,23 @@ impl Life<'_> {
     }
 }
 
-/// Ends the engine and waits for importers, naming those who stay.
-async fn shut_down(state: &Arc<State>, service: &Service, drain: &Drain, thread: EngineThread) {
+/// Resolves when importers still hold on some time after streams had to end. A connection to a process that does not
+/// even end its lease is not worth waiting for.
+async fn importers_hang(state: &Arc<State>, drain: &Drain) {
+    drain.stopped().await;
+    let leases = Arc::clone(state);
+    let released = tokio::task::spawn_blocking(move || Importers::await_leases(&leases.leases)).await;
+    if !matches!(released, Ok(false)) {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// Ends the engine and the tasks.
+async fn shut_down(service: &Service, drain: &Drain, thread: EngineThread) {
     service.stop_engine();
     let alive = !thread.ended.is_terminated();
     if alive && tokio::time::timeout(STOP_GRACE, thread.ended).await.is_err() {
         tracing::warn!("the engine did not end in {} s", STOP_GRACE.as_secs());
-    }
-    let leases = Arc::clone(state);
-    let emptied = tokio::task::spawn_blocking(move || leases.leases.wait_empty(LEASE_GRACE)).await;
-    if let Ok(Err(held)) = emptied {
-        for lease in held {
-            tracing::warn!(%lease, "still holds this target's shared memory");
-        }
     }
     drain.join(STOP_GRACE).await;
 }
@@ -237,19 +250,30 @@ async fn shut_down(state: &Arc<State>, service: &Service, drain: &Drain, thread:
 /// Where descriptors are handed out: beside a unix socket, else in the runtime folder.
 fn door_path(address: &Address, runtime_dir: Option<&Path>, epoch: Epoch) -> PathBuf {
     match address {
-        Address::Unix(path) => {
-            let mut door = path.as_os_str().to_owned();
-            door.push(".door");
-            PathBuf::from(door)
-        }
-        Address::Tcp(_) => {
-            let dir = match (runtime_dir, std::env::var_os("XDG_RUNTIME_DIR")) {
-                (Some(dir), _) => dir.to_owned(),
-                (None, Some(dir)) => PathBuf::from(dir),
-                (None, None) => std::env::temp_dir(),
-            };
-            dir.join(format!("eyrie-{epoch}.door"))
-        }
+        Address::Unix(path) => beside(path, ".door"),
+        Address::Tcp(_) => runtime_folder(runtime_dir).join(format!("eyrie-{epoch}.door")),
+    }
+}
+
+/// Where importers are recorded: the same place for every boot that listens on `address`.
+fn ledger_path(address: &Address, runtime_dir: Option<&Path>) -> PathBuf {
+    match address {
+        Address::Unix(path) => beside(path, ".importers"),
+        Address::Tcp(at) => runtime_folder(runtime_dir).join(format!("eyrie-{at}.importers")),
+    }
+}
+
+fn beside(socket: &Path, suffix: &str) -> PathBuf {
+    let mut path = socket.as_os_str().to_owned();
+    path.push(suffix);
+    PathBuf::from(path)
+}
+
+fn runtime_folder(given: Option<&Path>) -> PathBuf {
+    match (given, std::env::var_os("XDG_RUNTIME_DIR")) {
+        (Some(dir), _) => dir.to_owned(),
+        (None, Some(dir)) => PathBuf::from(dir),
+        (None, None) => std::env::temp_dir(),
     }
 }
 
@@ -267,6 +291,8 @@ mod tests {
             door_path(&tcp, Some(Path::new("/x")), epoch),
             Path::new("/x/eyrie-00000000000000ab.door")
         );
+        assert_eq!(ledger_path(&unix, None), Path::new("/run/t.sock.importers"));
+        assert_eq!(ledger_path(&tcp, Some(Path::new("/x"))), Path::new("/x/eyrie-127.0.0.1:1.importers"));
     }
 
     #[test]

@@ -5,13 +5,15 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use eyrie_checkpoint::{Architecture, TargetCheckpoint, TargetConfig};
 use eyrie_model::Progress;
-use eyrie_region::{Epoch, FdDoor, Grant, LeaseTable};
+use eyrie_region::{Epoch, FdDoor, Grant, Importer, Lease, LeaseTable};
 use eyrie_wire::v1::{LeaseHolder, LoadReport, LoadState, ModelCard};
 use eyrie_wire::{MAX_VERIFY_ROWS, PROTOCOL_VERSION};
 
 use crate::engine::{Exports, Gauges};
 use crate::files::Files;
+use crate::importers::Importers;
 use crate::plan::Plan;
+use crate::rpc::Copies;
 
 /// State of one boot of the service.
 pub(crate) struct State {
@@ -19,6 +21,7 @@ pub(crate) struct State {
     pub(crate) plan: Plan,
     pub(crate) files: Files,
     pub(crate) leases: LeaseTable,
+    pub(crate) importers: Importers,
     pub(crate) gauges: Arc<Gauges>,
     // Weak: handlers of dying connections may outlive the service, its socket file must not.
     door: Weak<FdDoor>,
@@ -29,6 +32,7 @@ pub(crate) struct State {
     formats: OnceLock<String>,
     fingerprint: OnceLock<String>,
     exports: OnceLock<Exports>,
+    copies: OnceLock<Copies>,
     failure: OnceLock<String>,
 }
 
@@ -38,6 +42,7 @@ impl State {
         plan: Plan,
         files: Files,
         epoch: Epoch,
+        importers: Importers,
         door: Weak<FdDoor>,
     ) -> Self {
         let dir = checkpoint.index().dir();
@@ -47,6 +52,7 @@ impl State {
             plan,
             files,
             leases: LeaseTable::new(),
+            importers,
             gauges: Arc::new(Gauges::new()),
             door,
             config: checkpoint.config().clone(),
@@ -56,6 +62,7 @@ impl State {
             formats: OnceLock::new(),
             fingerprint: OnceLock::new(),
             exports: OnceLock::new(),
+            copies: OnceLock::new(),
             failure: OnceLock::new(),
         }
     }
@@ -67,9 +74,10 @@ impl State {
     }
 
     /// Notes that the model is loaded, what it exports and what it is.
-    pub(crate) fn loaded(&self, exports: Exports, formats: String, fingerprint: String) {
+    pub(crate) fn loaded(&self, exports: Exports, copies: Copies, formats: String, fingerprint: String) {
         let _ = self.formats.set(formats);
         let _ = self.fingerprint.set(fingerprint);
+        let _ = self.copies.set(copies);
         let _ = self.exports.set(exports);
     }
 
@@ -81,6 +89,11 @@ impl State {
     /// What is exported, once loaded.
     pub(crate) fn exports(&self) -> Option<&Exports> {
         self.exports.get()
+    }
+
+    /// What is exported, for those who cannot map it, once loaded.
+    pub(crate) fn copies(&self) -> Option<&Copies> {
+        self.copies.get()
     }
 
     /// The door that hands out what is exported, while the service stands.
@@ -127,10 +140,13 @@ impl State {
             files: self.files.infos().to_vec(),
             shared_bytes: grant.map_or(0, |grant: &Grant| grant.bytes),
             shared_kind: grant.map_or_else(String::new, |grant| grant.kind.to_string()),
-            leases: leases.map(|lease| LeaseHolder { holder: lease.holder, pid: lease.pid }).collect(),
+            leases: leases
+                .map(|Lease { holder, pid, remote, .. }| LeaseHolder { holder, pid, remote })
+                .collect(),
             defaults: Some(self.files.generation_defaults()),
             pid: std::process::id(),
             weight_formats: self.formats.get().cloned().unwrap_or_default(),
+            left_behind: self.importers.left_behind().iter().map(left_behind).collect(),
         }
     }
 
@@ -149,6 +165,10 @@ impl State {
     pub(crate) fn layers(&self) -> u32 {
         self.config.num_hidden_layers as u32
     }
+}
+
+fn left_behind(importer: &Importer) -> LeaseHolder {
+    LeaseHolder { holder: importer.holder.clone(), pid: importer.pid, remote: false }
 }
 
 fn architecture_name(architecture: Architecture) -> &'static str {

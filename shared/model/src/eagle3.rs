@@ -49,18 +49,28 @@ pub struct DraftOut {
     pub logit_rows: Vec<Range<usize>>,
 }
 
-/// An EAGLE-3 draft head.
+/// The tensors of a draft's own files, packed once whatever the number of targets it drafts for.
 #[derive(Debug)]
-pub struct Eagle3Head {
+pub struct HeadWeights {
     config: DraftConfig,
     cpu: Cpu,
-    capture: CaptureSet,
     target_ids: Option<Vec<u32>>,
-    embed: Embedding,
+    /// `None`: the target's.
+    embed: Option<Arc<Embedding>>,
     fc: Linear,
     layer: DraftLayer,
     norm: RmsNorm,
-    head: Linear,
+    /// `None`: the target's.
+    head: Option<Arc<Linear>>,
+}
+
+/// An EAGLE-3 draft head over the embedding and head of one target.
+#[derive(Debug)]
+pub struct Eagle3Head {
+    own: Arc<HeadWeights>,
+    capture: CaptureSet,
+    embed: Arc<Embedding>,
+    head: Arc<Linear>,
 }
 
 #[derive(Debug)]
@@ -77,48 +87,70 @@ struct DraftLayer {
     mlp: Mlp,
 }
 
-impl Eagle3Head {
-    /// Packs the draft's own tensors; the embedding and, for a draft that owns none, the head are `shared`'s and used
-    /// where they lie. Errors when the pair disagrees on hidden size, vocabulary, or `capture.len() · Ht` and `fc`.
-    pub fn load(
-        checkpoint: &DraftCheckpoint,
-        capture: &CaptureSet,
-        shared: &SharedWeights,
-        cpu: &Cpu,
-    ) -> Result<Self> {
+impl HeadWeights {
+    /// Packs what the draft's files hold.
+    pub fn load(checkpoint: &DraftCheckpoint, cpu: &Cpu) -> Result<Self> {
         let config = checkpoint.config().clone();
         let linear = |name: &str| -> Result<Linear> { Ok(Linear::pack(cpu, &checkpoint.linear(name)?)?) };
         let norm = |name: &str| -> Result<RmsNorm> {
             Ok(RmsNorm::new(cpu, checkpoint.vector(&format!("{name}.weight"))?, config.rms_norm_eps)?)
         };
         let embed = match checkpoint.embed_source() {
-            EmbedSource::File => Embedding::new(&checkpoint.linear("embed_tokens")?)?,
-            EmbedSource::Target => {
-                require_equal("width of the borrowed embedding", config.hidden_size, shared.hidden())?;
-                shared.embedding()?
-            }
+            EmbedSource::File => Some(Arc::new(Embedding::new(&checkpoint.linear("embed_tokens")?)?)),
+            EmbedSource::Target => None,
         };
         let head = match checkpoint.head_source() {
-            HeadSource::File => linear("lm_head")?,
-            HeadSource::Target => {
-                require_equal("width of the borrowed head", config.hidden_size, shared.hidden())?;
-                require_equal("rows of the borrowed head", config.draft_vocab_size, shared.vocab())?;
-                shared.head(cpu)?
-            }
+            HeadSource::File => Some(Arc::new(linear("lm_head")?)),
+            HeadSource::Target => None,
         };
-        require_equal("draft vocab_size", shared.vocab(), config.vocab_size)?;
         let fc = linear("fc")?;
-        require_equal("fc input width", capture.ids().len() * shared.hidden(), fc.in_features())?;
         let target_ids = checkpoint.target_ids().map(<[u32]>::to_vec);
         let layer = DraftLayer::load(&config, &linear, &norm)?;
         let norm = norm("norm")?;
-        let (cpu, capture) = (cpu.clone(), capture.clone());
-        Ok(Self { config, cpu, capture, target_ids, embed, fc, layer, norm, head })
+        Ok(Self { config, cpu: cpu.clone(), target_ids, embed, fc, layer, norm, head })
+    }
+}
+
+impl Eagle3Head {
+    /// [`HeadWeights::load`] and [`Eagle3Head::over`] in one.
+    pub fn load(
+        checkpoint: &DraftCheckpoint,
+        capture: &CaptureSet,
+        shared: &SharedWeights,
+        cpu: &Cpu,
+    ) -> Result<Self> {
+        Self::over(Arc::new(HeadWeights::load(checkpoint, cpu)?), capture, shared)
+    }
+
+    /// Puts a draft's own weights over a target's: the embedding and, for a draft that owns none, the head are
+    /// `shared`'s and used where they lie. Errors when the pair disagrees on hidden size, vocabulary, or
+    /// `capture.len() · Ht` and `fc`.
+    pub fn over(own: Arc<HeadWeights>, capture: &CaptureSet, shared: &SharedWeights) -> Result<Self> {
+        let config = &own.config;
+        let embed = match &own.embed {
+            Some(embed) => Arc::clone(embed),
+            None => {
+                require_equal("width of the borrowed embedding", config.hidden_size, shared.hidden())?;
+                Arc::new(shared.embedding()?)
+            }
+        };
+        let head = match &own.head {
+            Some(head) => Arc::clone(head),
+            None => {
+                require_equal("width of the borrowed head", config.hidden_size, shared.hidden())?;
+                require_equal("rows of the borrowed head", config.draft_vocab_size, shared.vocab())?;
+                Arc::new(shared.head(&own.cpu)?)
+            }
+        };
+        require_equal("draft vocab_size", shared.vocab(), config.vocab_size)?;
+        let aux_width = capture.ids().len() * shared.hidden();
+        require_equal("fc input width", aux_width, own.fc.in_features())?;
+        Ok(Self { own, capture: capture.clone(), embed, head })
     }
 
     /// The draft's config.
     pub fn config(&self) -> &DraftConfig {
-        &self.config
+        &self.own.config
     }
 
     /// The target streams this head was trained on.
@@ -133,7 +165,7 @@ impl Eagle3Head {
 
     /// Longest sequence the head was trained on. Positions beyond it work, but accept lengths drop.
     pub fn trained_len(&self) -> usize {
-        self.config.max_position_embeddings
+        self.own.config.max_position_embeddings
     }
 
     /// The target's id of a draft id; errors when it is not below `Vd`.
@@ -142,18 +174,18 @@ impl Eagle3Head {
         if draft_id as usize >= vocab {
             return Err(ModelError::DraftId { vocab, id: draft_id });
         }
-        Ok(self.target_ids.as_ref().map_or(draft_id, |ids| ids[draft_id as usize]))
+        Ok(self.own.target_ids.as_ref().map_or(draft_id, |ids| ids[draft_id as usize]))
     }
 
     /// A cache for `tokens` slots (rounded up to whole pages) in pages of `page_rows`; errors when either is 0 or the
     /// bytes cannot be addressed.
     pub fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<DraftCache> {
-        DraftCache::new(1, tokens, page_rows, self.layer.attention.cache_width())
+        DraftCache::new(1, tokens, page_rows, self.own.layer.attention.cache_width())
     }
 
     /// `fc` over captured rows: `[R, A·Ht]` to `[R, H]`.
     pub fn fuse(&self, aux: &Aux) -> Result<Feature> {
-        Feature::new(self.fc.forward(aux.tensor())?, self.config.hidden_size)
+        Feature::new(self.own.fc.forward(aux.tensor())?, self.own.config.hidden_size)
     }
 
     /// Writes slots whose features came from the target; `base_slot` must not leave a gap after the committed slots.
@@ -207,12 +239,12 @@ impl Eagle3Head {
             many => Tensor::cat(many, 0)?,
         };
         let token = self.embed.lookup(&tokens)?;
-        let state = self.layer.forward(&self.cpu, &token, &feature, cache, &plan)?;
-        let mut logits = self.head.forward(&self.norm.forward(&plan.select(&state)?)?)?;
-        if self.config.logit_scale != 1.0 {
-            logits = logits.affine(self.config.logit_scale, 0.0)?;
+        let state = self.own.layer.forward(&self.own.cpu, &token, &feature, cache, &plan)?;
+        let mut logits = self.head.forward(&self.own.norm.forward(&plan.select(&state)?)?)?;
+        if self.own.config.logit_scale != 1.0 {
+            logits = logits.affine(self.own.config.logit_scale, 0.0)?;
         }
-        let states = DraftState::new(state, self.config.hidden_size)?;
+        let states = DraftState::new(state, self.own.config.hidden_size)?;
         Ok(DraftOut { states, rows: plan.rows, logits, logit_rows: plan.logit_rows })
     }
 
@@ -224,7 +256,7 @@ impl Eagle3Head {
         logits: LogitRows,
     ) -> Result<RowPlan> {
         for (sequence, rows) in batch.iter().enumerate() {
-            rows.check(tensor(rows.feature), self.config.hidden_size, self.config.vocab_size)
+            rows.check(tensor(rows.feature), self.own.config.hidden_size, self.own.config.vocab_size)
                 .map_err(|reason| ModelError::Rows { sequence, reason })?;
         }
         let trees: Vec<_> = batch.iter().map(|rows| rows.parents.map(tree_parent)).collect();

@@ -21,7 +21,7 @@ mod types;
 
 pub use cache::{DraftCache, Keep, LatentCache};
 pub use deepseek::DeepSeek;
-pub use eagle3::{DraftOut, DraftRows, Eagle3Head};
+pub use eagle3::{DraftOut, DraftRows, Eagle3Head, HeadWeights};
 pub use error::{ModelError, Result};
 pub use kimi::KimiK25;
 pub use pages::{OutOfPages, PageAllocator, PageCopy, SeqTable};

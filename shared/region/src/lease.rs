@@ -1,4 +1,4 @@
-//! Who still maps the memory of this exporter.
+//! Who was granted the memory of this exporter.
 
 use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,7 +21,7 @@ impl From<u64> for LeaseId {
     }
 }
 
-/// One importer's hold on the exported memory.
+/// One importer's hold on the exported memory, or a remote holder's claim to copies of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lease {
     /// Its number.
@@ -30,6 +30,8 @@ pub struct Lease {
     pub holder: String,
     /// Process id of the importer, in the exporter's pid namespace where they share one.
     pub pid: u32,
+    /// The holder reads copies and maps nothing.
+    pub remote: bool,
     /// When it was granted.
     pub since: SystemTime,
 }
@@ -56,18 +58,24 @@ struct State {
     leases: Vec<Lease>,
 }
 
+impl State {
+    fn importers(&self) -> impl Iterator<Item = &Lease> {
+        self.leases.iter().filter(|lease| !lease.remote)
+    }
+}
+
 impl LeaseTable {
     /// An empty table.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Enters an importer.
-    pub fn grant(&self, holder: String, pid: u32) -> LeaseId {
+    /// Enters a holder.
+    pub fn grant(&self, holder: String, pid: u32, remote: bool) -> LeaseId {
         let mut state = self.lock();
         state.last += 1;
         let id = LeaseId(state.last);
-        state.leases.push(Lease { id, holder, pid, since: SystemTime::now() });
+        state.leases.push(Lease { id, holder, pid, remote, since: SystemTime::now() });
         id
     }
 
@@ -76,7 +84,7 @@ impl LeaseTable {
         let mut state = self.lock();
         let before = state.leases.len();
         state.leases.retain(|lease| lease.id != id);
-        if state.leases.is_empty() {
+        if state.importers().next().is_none() {
             self.emptied.notify_all();
         }
         state.leases.len() < before
@@ -87,20 +95,20 @@ impl LeaseTable {
         self.lock().leases.clone()
     }
 
-    /// Blocks until nobody holds a lease, for at most `timeout`.
+    /// Blocks until no importer holds a lease, for at most `timeout`. Remote holders map nothing and are not waited for.
     ///
     /// # Errors
     /// Those who still hold one when the time is up, oldest first.
-    pub fn wait_empty(&self, timeout: Duration) -> Result<(), Vec<Lease>> {
+    pub fn wait_unmapped(&self, timeout: Duration) -> Result<(), Vec<Lease>> {
         let deadline = Instant::now().checked_add(timeout);
         let mut state = self.lock();
-        while !state.leases.is_empty() {
+        while state.importers().next().is_some() {
             let left = match deadline {
                 Some(deadline) => deadline.saturating_duration_since(Instant::now()),
                 None => Duration::MAX,
             };
             if left.is_zero() {
-                return Err(state.leases.clone());
+                return Err(state.importers().cloned().collect());
             }
             state = self.emptied.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -120,8 +128,8 @@ mod tests {
     #[test]
     fn holders_are_listed_until_dropped_once() {
         let table = LeaseTable::new();
-        let a = table.grant("draft-a".to_owned(), 11);
-        let b = table.grant("draft-b".to_owned(), 12);
+        let a = table.grant("draft-a".to_owned(), 11, false);
+        let b = table.grant("draft-b".to_owned(), 12, false);
         assert_ne!(a, b);
         let pids: Vec<u32> = table.holders().iter().map(|lease| lease.pid).collect();
         assert_eq!(pids, [11, 12]);
@@ -133,11 +141,19 @@ mod tests {
     #[test]
     fn waiting_names_those_who_hold_on() {
         let table = LeaseTable::new();
-        table.wait_empty(Duration::ZERO).unwrap();
-        table.grant("draft-a".to_owned(), 11);
-        let held = table.wait_empty(Duration::from_millis(5)).unwrap_err();
+        table.wait_unmapped(Duration::ZERO).unwrap();
+        table.grant("draft-a".to_owned(), 11, false);
+        let held = table.wait_unmapped(Duration::from_millis(5)).unwrap_err();
         assert_eq!(held.len(), 1);
         assert!(held[0].to_string().starts_with("draft-a (pid 11, for "), "{}", held[0]);
+    }
+
+    #[test]
+    fn who_maps_nothing_is_listed_and_not_waited_for() {
+        let table = LeaseTable::new();
+        table.grant("draft-b".to_owned(), 12, true);
+        assert!(table.holders()[0].remote);
+        table.wait_unmapped(Duration::ZERO).unwrap();
     }
 
     // Which of the two comes first is up to the scheduler; over the rounds the waiter sleeps in many of them, and one
@@ -147,12 +163,12 @@ mod tests {
         let begun = Instant::now();
         for _ in 0..50 {
             let table = LeaseTable::new();
-            let ids = [table.grant("a".to_owned(), 1), table.grant("b".to_owned(), 2)];
+            let ids = [table.grant("a".to_owned(), 1, false), table.grant("b".to_owned(), 2, false)];
             let entered = std::sync::Barrier::new(2);
             std::thread::scope(|scope| {
                 let waiter = scope.spawn(|| {
                     entered.wait();
-                    table.wait_empty(Duration::from_secs(60))
+                    table.wait_unmapped(Duration::from_secs(60))
                 });
                 entered.wait();
                 for _ in 0..100 {

@@ -312,6 +312,30 @@ impl RingReader {
         self.read_rows(published, 0, published.rows, out)
     }
 
+    /// Replaces `out` by all rows that `slot` holds under the stamp `generation`, however many these are.
+    ///
+    /// # Errors
+    /// [`RingError::Reference`] for a slot this ring does not have, [`RingError::Stale`] where it no longer, or not yet,
+    /// carries that stamp. `out` is empty then.
+    pub fn read_slot(&self, slot: u32, generation: u64, out: &mut Vec<f32>) -> Result<(), RingError> {
+        out.clear();
+        let RingGeometry { slots, row_width, .. } = self.ring.geometry;
+        if slot >= slots {
+            let (limit, given) = (u64::from(slots) - 1, slot.into());
+            return Err(RingError::Reference { slot, generation, what: "slot index", limit, given });
+        }
+        match self.ring.slot(slot).read(generation, 0..self.ring.geometry.slot_values(), out) {
+            Ok(rows) => {
+                out.truncate(rows as usize * row_width as usize);
+                Ok(())
+            }
+            Err(found) => {
+                out.clear();
+                Err(RingError::Stale { slot, wanted: generation, found })
+            }
+        }
+    }
+
     /// Replaces `out` by `rows` rows of a publication from row `first` on, `rows × row_width` values.
     ///
     /// # Errors

@@ -48,6 +48,14 @@ pub fn ring_to_wire(ring: &RingGeometry) -> v1::RingGrant {
     }
 }
 
+/// Most slots that one `ReadFeatures` may ask of a ring: as many as hold 16 MiB when they are full, between 1 and 1,024.
+pub fn slots_per_read(ring: &RingGeometry) -> usize {
+    const MAX_SLOTS: u64 = 1024;
+    const MAX_BYTES: u64 = 16 << 20;
+    let slot = u64::from(ring.slot_rows).saturating_mul(u64::from(ring.row_width)).saturating_mul(4);
+    (MAX_BYTES / slot.max(1)).clamp(1, MAX_SLOTS) as usize
+}
+
 /// The grant that a lease speaks of, ring included.
 ///
 /// # Errors
@@ -139,6 +147,13 @@ mod tests {
         assert_eq!(grant_from_wire(&lease(&grant())), Ok(grant()));
         let without_ring = Grant { ring: None, ..grant() };
         assert_eq!(grant_from_wire(&lease(&without_ring)), Ok(without_ring));
+    }
+
+    #[test]
+    fn a_read_of_features_fits_a_message() {
+        let slots = |row_width| slots_per_read(&RingGeometry { slots: 9, slot_rows: 8, row_width });
+        assert_eq!([slots(12), slots(3 * 7168), slots(u32::MAX)], [1024, 24, 1]);
+        assert!(slots(3 * 7168) * 8 * 3 * 7168 * 4 < crate::MAX_MESSAGE);
     }
 
     #[test]

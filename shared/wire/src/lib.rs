@@ -9,7 +9,7 @@ mod status;
 mod transport;
 
 pub use address::{Address, AddressError};
-pub use grant::{GrantMessageError, grant_from_wire, grant_to_wire, ring_to_wire};
+pub use grant::{GrantMessageError, grant_from_wire, grant_to_wire, ring_to_wire, slots_per_read};
 pub use status::{Reason, item_error, reason_of, refuse, status_of};
 pub use transport::{Incoming, Listener, channel, connect, server};
 

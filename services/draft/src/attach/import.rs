@@ -1,19 +1,27 @@
-//! From a grant to a head that runs on the target's memory. Blocking: it maps, checksums and packs.
+//! From a grant to a head that runs on the target's weights.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-use eyrie_checkpoint::{AuxIds, DraftCheckpoint};
-use eyrie_kernels::Cpu;
-use eyrie_model::{CaptureSet, Eagle3Head, ModelError, SharedWeights};
-use eyrie_region::{DoorError, FdDoor, ImportedMemfd, Region, RegionError, RingError, RingReader, Token};
+use eyrie_checkpoint::AuxIds;
+use eyrie_model::{CaptureSet, Eagle3Head, HeadWeights, ModelError, SharedWeights};
+use eyrie_region::{
+    DoorError, FdDoor, Grant, ImportedMemfd, Region, RegionError, RingError, RingReader, Token,
+};
 use eyrie_wire::v1::LeaseGrant;
+use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::{GrantMessageError, grant_from_wire};
 use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
 
-use crate::engine::Attachment;
+use super::copy::{CopyError, CopyStore};
+use crate::SharedSource;
+use crate::engine::{Attachment, FeatureSource};
+use crate::inline::RowReader;
+use crate::state::Memory;
 
 /// How long the target's door may take to hand out the descriptors.
 const DOOR_TIMEOUT: Duration = Duration::from_secs(5);
@@ -34,53 +42,127 @@ pub(crate) enum ImportError {
     Descriptors { given: usize },
     #[error("nobody waits for it any more")]
     GivenUp,
-    #[error(transparent)]
+    #[error(
+        "{0}; a draft that shares no memory with its target, as on another host, needs --shared-weights target or a folder"
+    )]
     Door(#[from] DoorError),
     #[error("shared weights: {0}")]
     Region(#[from] RegionError),
     #[error("feature ring: {0}")]
     Ring(#[from] RingError),
     #[error(transparent)]
+    Copy(#[from] CopyError),
+    #[error(transparent)]
     Model(#[from] ModelError),
+    #[error("loading the head failed: {0}")]
+    Task(#[from] tokio::task::JoinError),
 }
 
-/// A head over mapped weights, ready for the engine.
+/// What every import of this service works with.
+#[derive(Debug)]
+pub(crate) struct Importing {
+    pub(crate) head: Arc<HeadWeights>,
+    pub(crate) source: SharedSource,
+    pub(crate) copies: CopyStore,
+    /// Positions of one target's cache.
+    pub(crate) cache_tokens: usize,
+}
+
+/// A head over the target's weights, ready for the engine.
 #[derive(Debug)]
 pub(crate) struct Imported {
     pub(crate) attachment: Attachment,
-    pub(crate) mapped: Weak<dyn Region>,
-    pub(crate) mapped_bytes: u64,
+    pub(crate) memory: Memory,
+    pub(crate) rows: Option<RowReader>,
 }
 
-/// Fetches the descriptors of `grant`, maps and verifies them, and loads the head over them.
-pub(crate) fn import(
-    grant: &LeaseGrant,
-    checkpoint: &DraftCheckpoint,
-    aux: &AuxIds,
-    cpu: &Cpu,
-    cache_tokens: usize,
-    given_up: &CancellationToken,
-) -> Result<Imported, ImportError> {
+/// The target's weights, and where its features are read.
+struct Obtained {
+    shared: SharedWeights,
+    memory: Memory,
+    features: FeatureSource,
+    rows: Option<RowReader>,
+}
+
+impl Importing {
+    /// Obtains what `grant` describes in the way the service was told to, verifies it, and puts the head over it.
+    /// When the future is dropped the work on blocking threads ends at its next step.
+    pub(super) async fn import(
+        self: &Arc<Self>,
+        place: usize,
+        channel: Channel,
+        grant: LeaseGrant,
+        aux: AuxIds,
+    ) -> Result<Imported, ImportError> {
+        let given_up = CancellationToken::new();
+        let _waiting = given_up.clone().drop_guard();
+        let granted = grant_from_wire(&grant)?;
+        let obtained = match &self.source {
+            SharedSource::Map => {
+                let grant = grant.clone();
+                tokio::task::spawn_blocking(move || map(&grant, &granted)).await??
+            }
+            SharedSource::Target => {
+                let shared = self.copies.read(&mut TargetClient::new(channel.clone()), &granted).await?;
+                copied(shared, channel, &granted)?
+            }
+            SharedSource::Folder(folder) => {
+                let shared = self.copies.build(folder, &granted).await?;
+                copied(shared, channel, &granted)?
+            }
+        };
+        let importing = Arc::clone(self);
+        let bind = move || match given_up.is_cancelled() {
+            // Mapping and checksums are behind, packing a borrowed head lies ahead: both take seconds with large tables.
+            true => Err(ImportError::GivenUp),
+            false => importing.bind(place, &grant, &aux, obtained),
+        };
+        tokio::task::spawn_blocking(bind).await?
+    }
+
+    fn bind(
+        &self,
+        place: usize,
+        grant: &LeaseGrant,
+        aux: &AuxIds,
+        obtained: Obtained,
+    ) -> Result<Imported, ImportError> {
+        let Obtained { shared, memory, features, rows } = obtained;
+        let capture = CaptureSet::new(&aux.canonical, grant.layers as usize)?;
+        let head = Eagle3Head::over(Arc::clone(&self.head), &capture, &shared)?;
+        let cache = head.new_cache(self.cache_tokens, PAGE_ROWS)?;
+        let attachment = Attachment {
+            place,
+            epoch: grant.epoch,
+            head,
+            cache,
+            features,
+            context: grant.context_length as usize,
+            vocab: grant.vocab_size as usize,
+            sequences: Arc::new(AtomicU32::new(0)),
+        };
+        Ok(Imported { attachment, memory, rows })
+    }
+}
+
+/// Fetches the descriptors of `grant`, maps and verifies them. Blocking.
+fn map(grant: &LeaseGrant, granted: &Grant) -> Result<Obtained, ImportError> {
     let token =
         Token::try_from(grant.token.as_ref()).map_err(|_| ImportError::Token { given: grant.token.len() })?;
-    let granted = grant_from_wire(grant)?;
-    let epoch = granted.epoch;
     let geometry = granted.ring.ok_or(ImportError::NoRing)?;
     let [weights, ring] = descriptors(FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?)?;
     let region: Arc<dyn Region> = Arc::new(ImportedMemfd::import(weights, granted.bytes)?);
-    let ring = RingReader::open(ring, geometry, epoch)?;
-    let mapped = Arc::downgrade(&region);
-    let shared = SharedWeights::import(region, &granted, epoch)?;
-    // Mapping and checksums are behind, packing the head lies ahead: both take seconds with large tables.
-    if given_up.is_cancelled() {
-        return Err(ImportError::GivenUp);
-    }
-    let capture = CaptureSet::new(&aux.canonical, grant.layers as usize)?;
-    let head = Eagle3Head::load(checkpoint, &capture, &shared, cpu)?;
-    let cache = head.new_cache(cache_tokens, PAGE_ROWS)?;
-    let (context, vocab) = (grant.context_length as usize, grant.vocab_size as usize);
-    let attachment = Attachment { epoch: grant.epoch, head, cache, ring, context, vocab };
-    Ok(Imported { attachment, mapped, mapped_bytes: granted.bytes })
+    let ring = RingReader::open(ring, geometry, granted.epoch)?;
+    let memory = Memory::Mapped { region: Arc::downgrade(&region), bytes: granted.bytes };
+    let shared = SharedWeights::import(region, granted, granted.epoch)?;
+    Ok(Obtained { shared, memory, features: FeatureSource::Ring(ring), rows: None })
+}
+
+fn copied(shared: SharedWeights, channel: Channel, granted: &Grant) -> Result<Obtained, ImportError> {
+    let geometry = granted.ring.ok_or(ImportError::NoRing)?;
+    let memory = Memory::Copied { bytes: shared.grant().bytes };
+    let rows = Some(RowReader::new(channel, granted.epoch.get(), &geometry));
+    Ok(Obtained { shared, memory, features: FeatureSource::Inline(geometry), rows })
 }
 
 fn descriptors(fds: Vec<OwnedFd>) -> Result<[OwnedFd; 2], ImportError> {

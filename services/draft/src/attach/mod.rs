@@ -1,25 +1,28 @@
-//! The lease on the target's memory: taken, held for as long as the Attach stream lives, and taken anew.
+//! The lease on a target's memory: taken, held for as long as the Attach stream lives, and taken anew.
 
 mod checks;
+mod copy;
 mod import;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use eyrie_checkpoint::{AuxIds, DraftCheckpoint};
-use eyrie_kernels::Cpu;
+use eyrie_checkpoint::{AuxConvention, AuxIds, DraftCheckpoint};
 use eyrie_service::{Drain, Health};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{DescribeRequest, LeaseFrame, LeaseGrant};
-use eyrie_wire::{MAX_MESSAGE, PROTOCOL_VERSION, connect};
-use tokio::sync::mpsc;
+use eyrie_wire::{Address, MAX_MESSAGE, PROTOCOL_VERSION, connect};
+use tokio::sync::{Mutex, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
 use self::checks::Mismatch;
+pub(crate) use self::copy::CopyStore;
 use self::import::ImportError;
-use crate::DraftOptions;
+pub(crate) use self::import::Importing;
+use crate::SharedSource;
 use crate::engine::{Attachment, Command, EngineHandle};
 use crate::state::{Lease, LeaseState};
 
@@ -47,8 +50,8 @@ enum NoLease {
     Import(#[from] ImportError),
     #[error("the lease was lost while the head was loading")]
     LostEarly,
-    #[error("loading the head failed: {0}")]
-    Loader(tokio::task::JoinError),
+    #[error("its epoch {epoch:016x} is attached already, by {by}")]
+    Twice { epoch: u64, by: Address },
     #[error("the engine has ended")]
     EngineGone,
     #[error("the lease was lost: {0}")]
@@ -59,7 +62,7 @@ enum NoLease {
 
 impl NoLease {
     fn is_refusal(&self) -> bool {
-        matches!(self, Self::Mismatch(_) | Self::Import(_))
+        matches!(self, Self::Mismatch(_) | Self::Import(_) | Self::Twice { .. })
     }
 }
 
@@ -69,15 +72,25 @@ impl From<Status> for NoLease {
     }
 }
 
-/// Keeps the service attached for as long as it runs.
+/// What the attach loops of all targets share.
 #[derive(Debug)]
-pub(crate) struct Attacher {
-    pub(crate) options: Arc<DraftOptions>,
+pub(crate) struct Attaching {
     pub(crate) checkpoint: Arc<DraftCheckpoint>,
-    pub(crate) cpu: Cpu,
+    pub(crate) convention: Option<AuxConvention>,
+    pub(crate) importing: Arc<Importing>,
     pub(crate) engine: EngineHandle,
     pub(crate) state: Arc<LeaseState>,
-    pub(crate) health: Health,
+    /// Locked while a lease enters or leaves the state, so that health is told of the last change last.
+    pub(crate) health: Mutex<Health>,
+}
+
+/// Keeps the service attached to one target for as long as it runs.
+#[derive(Debug)]
+pub(crate) struct Attacher {
+    pub(crate) target: Address,
+    /// Its place among the options' targets.
+    pub(crate) place: usize,
+    pub(crate) all: Arc<Attaching>,
 }
 
 impl Attacher {
@@ -115,75 +128,83 @@ impl Attacher {
     }
 
     async fn attach(&self) -> Result<LeaseStream, NoLease> {
-        let channel = connect(&self.options.target).await?;
-        let mut client = TargetClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
+        let channel = connect(&self.target).await?;
+        let mut client = TargetClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE);
         let card = timely(client.describe(DescribeRequest {})).await?.into_inner();
         let (frames, outgoing) = mpsc::channel(1);
         let frame = LeaseFrame {
             protocol_version: PROTOCOL_VERSION,
             holder: HOLDER.to_owned(),
             pid: std::process::id(),
-            remote: false,
+            remote: self.all.importing.source != SharedSource::Map,
         };
         // A fresh channel of one place takes one frame.
         let _ = frames.try_send(frame);
         let mut grants = timely(client.attach(ReceiverStream::new(outgoing))).await?.into_inner();
         let grant = timely(grants.message()).await?.ok_or(NoLease::NoGrant)?;
-        let aux = checks::check(&grant, &card, self.checkpoint.config(), self.options.aux_convention)?;
-        let (lease, attachment) = self.load(&mut grants, grant, aux).await?;
-        if !self.engine.send(Command::Attach(attachment)).await {
-            return Err(NoLease::EngineGone);
-        }
-        tracing::info!(
-            peer = %self.options.target,
-            epoch = %format_args!("{:016x}", lease.epoch),
-            mapped_bytes = lease.mapped_bytes,
-            aux = %lease.aux_rule,
-            "attached"
-        );
-        self.state.attached(Arc::new(lease));
-        self.health.set(true).await;
+        let aux = checks::check(&grant, &card, self.all.checkpoint.config(), self.all.convention)?;
+        let (lease, attachment) = self.load(&mut grants, channel, grant, aux).await?;
+        self.enter(lease, attachment).await?;
         Ok(LeaseStream { _frames: frames, grants })
     }
 
-    /// Imports on a blocking thread while watching the lease.
+    /// Imports while watching the lease.
     async fn load(
         &self,
         grants: &mut Streaming<LeaseGrant>,
+        channel: Channel,
         grant: LeaseGrant,
         aux: AuxIds,
     ) -> Result<(Lease, Box<Attachment>), NoLease> {
-        let (checkpoint, cpu) = (Arc::clone(&self.checkpoint), self.cpu.clone());
         let (epoch, fingerprint) = (grant.epoch, grant.fingerprint.clone());
         let aux_rule = format!("{:?} ({})", aux.canonical, aux.rule);
-        let tokens = self.options.cache_tokens;
-        let given_up = CancellationToken::new();
-        let _waiting = given_up.clone().drop_guard();
-        let import = tokio::task::spawn_blocking(move || {
-            import::import(&grant, &checkpoint, &aux, &cpu, tokens, &given_up)
-        });
         let imported = tokio::select! {
-            imported = import => imported.map_err(NoLease::Loader)??,
+            imported = self.all.importing.import(self.place, channel, grant, aux) => imported?,
             _ = wait_for_end(grants) => return Err(NoLease::LostEarly),
         };
         let lease = Lease {
             epoch,
             fingerprint,
-            mapped: imported.mapped,
-            mapped_bytes: imported.mapped_bytes,
+            memory: imported.memory,
+            rows: imported.rows,
             aux_rule,
+            sequences: Arc::clone(&imported.attachment.sequences),
             lost: CancellationToken::new(),
         };
         Ok((lease, Box::new(imported.attachment)))
     }
 
-    async fn let_go(&self, ended: &NoLease) {
-        let because = ended.to_string();
-        if self.state.detached(&because) && !matches!(ended, NoLease::Stopping) {
-            tracing::warn!(peer = %self.options.target, "not attached: {because}");
+    async fn enter(&self, lease: Lease, attachment: Box<Attachment>) -> Result<(), NoLease> {
+        let Attaching { engine, state, health, .. } = self.all.as_ref();
+        let health = health.lock().await;
+        if let Some(by) = state.address_of(lease.epoch) {
+            return Err(NoLease::Twice { epoch: lease.epoch, by });
         }
-        self.health.set(false).await;
-        self.engine.detach().await;
+        if !engine.send(Command::Attach(attachment)).await {
+            return Err(NoLease::EngineGone);
+        }
+        tracing::info!(
+            peer = %self.target,
+            epoch = %format_args!("{:016x}", lease.epoch),
+            weights = %lease.memory,
+            aux = %lease.aux_rule,
+            "attached"
+        );
+        state.attached(self.place, Arc::new(lease));
+        health.set(true).await;
+        Ok(())
+    }
+
+    async fn let_go(&self, ended: &NoLease) {
+        let Attaching { engine, state, health, .. } = self.all.as_ref();
+        let because = ended.to_string();
+        let health = health.lock().await;
+        if state.detached(self.place, &because) && !matches!(ended, NoLease::Stopping) {
+            tracing::warn!(peer = %self.target, "not attached: {because}");
+        }
+        health.set(state.is_attached()).await;
+        drop(health);
+        engine.detach(self.place).await;
     }
 }
 

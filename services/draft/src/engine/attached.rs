@@ -1,15 +1,16 @@
 //! The engine while it holds a lease: which work goes into the next step.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use eyrie_model::{DraftCache, Eagle3Head};
-use eyrie_region::RingReader;
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::{ItemError, Need, Proposal, Propose};
 use eyrie_wire::{Reason, item_error};
 
-use super::features::collect;
+use super::features::{FeatureSource, collect};
 use super::growth::Wanted;
 use super::job::{Job, Origin, Outbox};
 use super::mailbox::StreamId;
@@ -33,7 +34,7 @@ pub(super) enum Work {
 pub(super) struct Attached {
     epoch: u64,
     head: Eagle3Head,
-    ring: RingReader,
+    features: FeatureSource,
     cache: DraftCache,
     store: Store,
     pace: Pace,
@@ -44,18 +45,22 @@ pub(super) struct Attached {
     failures: u64,
     /// Rounds whose rows did not fit the last step.
     active: Vec<Job>,
+    /// Work that waits for a step.
+    queue: VecDeque<Work>,
+    /// How many sequences are held, for readers elsewhere.
+    sequences: Arc<AtomicU32>,
 }
 
 impl Attached {
     pub(super) fn new(attachment: Attachment, sizes: EngineSizes) -> Self {
-        let Attachment { epoch, head, cache, ring, context, vocab } = attachment;
+        let Attachment { epoch, head, cache, features, context, vocab, sequences, .. } = attachment;
         let store = Store::new(cache.allocator_with_prefixes(sizes.prefix_cache_bytes), sizes.max_sequences);
         let (draft_vocab, max_draft_tokens) = (head.draft_vocab(), sizes.max_draft_tokens);
         let limits = Limits { vocab, draft_vocab, context, max_draft_tokens };
         Self {
             epoch,
             head,
-            ring,
+            features,
             cache,
             store,
             pace: Pace::new(),
@@ -64,6 +69,8 @@ impl Attached {
             unary_idle: sizes.unary_idle,
             failures: 0,
             active: Vec::new(),
+            queue: VecDeque::new(),
+            sequences,
         }
     }
 
@@ -71,8 +78,17 @@ impl Attached {
         self.epoch
     }
 
-    pub(super) fn sequences(&self) -> usize {
-        self.store.len() + self.active.len()
+    pub(super) fn push(&mut self, work: Work) {
+        self.queue.push_back(work);
+    }
+
+    /// Work that waits for a step.
+    pub(super) fn queued(&self) -> usize {
+        self.queue.len()
+    }
+
+    fn count(&self) {
+        self.sequences.store((self.store.len() + self.active.len()) as u32, Relaxed);
     }
 
     /// Frees what unary calls left behind too long ago.
@@ -82,23 +98,32 @@ impl Attached {
         }
     }
 
-    /// Rounds are under way.
+    /// There is work for a step.
     pub(super) fn is_busy(&self) -> bool {
-        !self.active.is_empty()
+        !self.active.is_empty() || !self.queue.is_empty()
     }
 
     /// Drops everything; returns the rounds that now get no answer from here.
-    pub(super) fn abandon(self, queue: &mut VecDeque<Work>) -> Vec<Origin> {
+    pub(super) fn abandon(self) -> Vec<Origin> {
+        self.sequences.store(0, Relaxed);
         let active = self.active.into_iter().map(|job| job.origin);
-        let queued = queue.drain(..).filter_map(|work| match work {
+        let queued = self.queue.into_iter().filter_map(|work| match work {
             Work::Propose { origin, .. } => Some(origin),
             Work::CloseSeq(_) | Work::CloseStream(_) => None,
         });
         active.chain(queued).collect()
     }
 
-    /// Runs one step over the rounds that were admitted.
-    pub(super) fn step(&mut self, outbox: &mut Outbox) {
+    /// Admits what waits and runs one step over it.
+    pub(super) fn work(&mut self, outbox: &mut Outbox) {
+        self.admit(outbox);
+        // Told before the answers go out: who has one sees its sequence counted.
+        self.count();
+        self.step(outbox);
+        self.count();
+    }
+
+    fn step(&mut self, outbox: &mut Outbox) {
         let jobs = std::mem::take(&mut self.active);
         if jobs.is_empty() {
             return;
@@ -109,16 +134,16 @@ impl Attached {
 
     /// Moves work from the queue into the step. A sequence has one round in a step, and what closes it or its
     /// stream waits for the rounds before.
-    pub(super) fn admit(&mut self, queue: &mut VecDeque<Work>, outbox: &mut Outbox) {
+    fn admit(&mut self, outbox: &mut Outbox) {
         let mut sequences: HashSet<SeqKey> = self.active.iter().map(|job| job.origin.key).collect();
         let mut streams: HashSet<StreamId> = self.active.iter().map(|job| job.origin.stream).collect();
-        for work in std::mem::take(queue) {
+        for work in std::mem::take(&mut self.queue) {
             match work {
                 Work::Propose { origin, propose } => {
                     streams.insert(origin.stream);
                     if self.active.len() >= self.max_jobs || sequences.contains(&origin.key) {
                         sequences.insert(origin.key);
-                        queue.push_back(Work::Propose { origin, propose });
+                        self.queue.push_back(Work::Propose { origin, propose });
                         continue;
                     }
                     match self.begin(&origin, propose) {
@@ -130,9 +155,9 @@ impl Attached {
                         Err(error) => outbox.push(&origin, Body::Error(error)),
                     }
                 }
-                Work::CloseSeq(key) if sequences.contains(&key) => queue.push_back(work),
+                Work::CloseSeq(key) if sequences.contains(&key) => self.queue.push_back(work),
                 Work::CloseSeq(key) => self.store.close(key),
-                Work::CloseStream(stream) if streams.contains(&stream) => queue.push_back(work),
+                Work::CloseStream(stream) if streams.contains(&stream) => self.queue.push_back(work),
                 Work::CloseStream(stream) => self.store.close_stream(stream),
             }
         }
@@ -146,7 +171,7 @@ impl Attached {
         let answer = self.prepare(&mut sequence, &propose, wanted);
         match answer {
             Ok(Prepared::Rows(rows)) => {
-                let width = self.ring.geometry().row_width as usize;
+                let width = self.features.row_width();
                 let job = Job::new(origin.clone(), propose.base_len, wanted, sequence, rows, width);
                 Ok(Begun::Job(job))
             }
@@ -193,8 +218,8 @@ impl Attached {
         }
         self.store.cut(sequence, keep);
         let built = sequence.built();
-        let mut rows = collect(&propose.features, built, base_len, &self.ring)?;
-        let width = self.ring.geometry().row_width as usize;
+        let mut rows = collect(&propose.features, built, base_len, &self.features)?;
+        let width = self.features.row_width();
         let end = built + (rows.len() / width) as u32;
         if end > built && sequence.slot_tokens(built, end).is_none() {
             rows.clear();

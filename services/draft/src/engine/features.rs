@@ -1,9 +1,63 @@
 //! Reading captured rows where a `Propose` says they lie.
 
-use eyrie_region::{RingError, RingReader, SlotRef};
+use eyrie_region::{RingError, RingGeometry, RingReader, SlotRef};
 use eyrie_wire::v1::feature_ref::At;
-use eyrie_wire::v1::{FeatureRef, ItemError};
+use eyrie_wire::v1::{FeatureRef, ItemError, RingSlot};
 use eyrie_wire::{Reason, item_error};
+
+/// Where an attachment's rows are read.
+#[derive(Debug)]
+pub(crate) enum FeatureSource {
+    /// In the target's mapped ring.
+    Ring(RingReader),
+    /// In the frame: the ring of this geometry cannot be mapped, and references into it that are left stand for rows that
+    /// could not be had.
+    Inline(RingGeometry),
+}
+
+impl FeatureSource {
+    /// Values a row.
+    pub(super) fn row_width(&self) -> usize {
+        self.geometry().row_width as usize
+    }
+
+    fn geometry(&self) -> RingGeometry {
+        match self {
+            Self::Ring(ring) => ring.geometry(),
+            Self::Inline(geometry) => *geometry,
+        }
+    }
+
+    /// Appends `take` rows of `part`, which lie in the ring at `at`, to `rows`; false where they are gone.
+    fn append(
+        &self,
+        part: &FeatureRef,
+        at: RingSlot,
+        skip: u32,
+        take: u32,
+        rows: &mut Vec<f32>,
+    ) -> Result<bool, ItemError> {
+        let slot = SlotRef { slot: at.slot, generation: at.generation, rows: part.rows };
+        let ring = match self {
+            Self::Ring(ring) => ring,
+            Self::Inline(geometry) if at.slot < geometry.slots => return Ok(false),
+            Self::Inline(geometry) => {
+                let what = format!("slot must be below {}, given {}", geometry.slots, at.slot);
+                return Err(invalid(part, what));
+            }
+        };
+        let mut copied = Vec::new();
+        match ring.read_rows(slot, skip, take, &mut copied) {
+            Ok(()) => rows.append(&mut copied),
+            Err(stale @ RingError::Stale { .. }) => {
+                tracing::debug!(position = part.first + skip, "features are gone: {stale}");
+                return Ok(false);
+            }
+            Err(other) => return Err(invalid(part, other.to_string())),
+        }
+        Ok(true)
+    }
+}
 
 /// Copies the rows of positions `from..` below `end` that `refs` (ascending) give without a gap, row-major. It stops
 /// at the first gap and at the first slot that was overwritten: what follows cannot be used without the rows before.
@@ -14,9 +68,9 @@ pub(super) fn collect(
     refs: &[FeatureRef],
     from: u32,
     end: u32,
-    ring: &RingReader,
+    source: &FeatureSource,
 ) -> Result<Vec<f32>, ItemError> {
-    let (mut rows, mut copied) = (Vec::new(), Vec::new());
+    let mut rows = Vec::new();
     let mut next = from;
     for part in refs {
         let Some(last) = part.first.checked_add(part.rows) else {
@@ -31,18 +85,12 @@ pub(super) fn collect(
         let (skip, take) = (next - part.first, last.min(end) - next);
         match &part.at {
             Some(At::Ring(at)) => {
-                let slot = SlotRef { slot: at.slot, generation: at.generation, rows: part.rows };
-                match ring.read_rows(slot, skip, take, &mut copied) {
-                    Ok(()) => rows.append(&mut copied),
-                    Err(stale @ RingError::Stale { .. }) => {
-                        tracing::debug!(position = next, "features are gone: {stale}");
-                        break;
-                    }
-                    Err(other) => return Err(invalid(part, other.to_string())),
+                if !source.append(part, *at, skip, take, &mut rows)? {
+                    break;
                 }
             }
             Some(At::Inline(bytes)) => {
-                let width = ring.geometry().row_width as usize;
+                let width = source.row_width();
                 rows.extend(inline(part, bytes, width, skip as usize, take as usize)?);
             }
             None => return Err(invalid(part, "neither a ring slot nor inline rows".to_owned())),
@@ -76,18 +124,17 @@ fn invalid(part: &FeatureRef, what: String) -> ItemError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use eyrie_region::{Epoch, RingGeometry, RingWriter};
-    use eyrie_wire::v1::RingSlot;
+    use eyrie_region::{Epoch, RingWriter};
 
     const WIDTH: u32 = 2;
 
-    fn ring() -> (RingWriter, RingReader) {
+    fn ring() -> (RingWriter, FeatureSource) {
         let geometry = RingGeometry { slots: 2, slot_rows: 3, row_width: WIDTH };
         let epoch = Epoch::random().unwrap();
         let writer = RingWriter::create(geometry, epoch).unwrap();
         let fd = writer.fd().try_clone_to_owned().unwrap();
         let reader = RingReader::open(fd, geometry, epoch).unwrap();
-        (writer, reader)
+        (writer, FeatureSource::Ring(reader))
     }
 
     /// Both values of the row of position `p` are `p`.
@@ -130,6 +177,19 @@ mod tests {
         assert_eq!(positions(&collect(&[part(bytes.clone())], 8, 9, &reader).unwrap()), [8]);
         let error = collect(&[part(bytes[1..].to_vec())], 7, 9, &reader).unwrap_err();
         assert!(error.message.contains("position 7") && error.message.contains("16 bytes, given 15"));
+    }
+
+    #[test]
+    fn references_into_a_ring_that_is_not_mapped_are_missing_rows() {
+        let (mut writer, mapped) = ring();
+        let source = FeatureSource::Inline(mapped.geometry());
+        let bytes: Vec<u8> = [7.0f32, 7.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+        let first = FeatureRef { first: 7, rows: 1, at: Some(At::Inline(bytes.into())) };
+        let left = publish(&mut writer, 8, 2);
+        assert_eq!(positions(&collect(&[first, left.clone()], 7, 10, &source).unwrap()), [7]);
+        let at = Some(At::Ring(RingSlot { slot: 2, generation: 2 }));
+        let error = collect(&[FeatureRef { at, ..left }], 8, 10, &source).unwrap_err();
+        assert!(error.message.contains("slot must be below 2, given 2"), "{}", error.message);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use eyrie_wire::v1::draft_out::Body;
 use super::growth::Wanted;
 use super::mailbox::{Replies, StreamId};
 use super::sequence::{SeqKey, Sequence};
+use crate::inline::HeldRoom;
 
 /// Whose round it is and where its answer goes.
 #[derive(Debug, Clone)]
@@ -15,6 +16,8 @@ pub(super) struct Origin {
     pub(super) unary: bool,
     pub(super) round: u32,
     pub(super) replies: Replies,
+    /// Room for the rows that came with the round.
+    pub(super) _held: HeldRoom,
 }
 
 /// A round being worked on. It owns its sequence meanwhile.

@@ -5,6 +5,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use super::Attachment;
+use crate::inline::HeldRoom;
 
 /// Number of a Rounds stream or of a unary call.
 pub(crate) type StreamId = u64;
@@ -15,10 +16,10 @@ pub(super) const MAILBOX: usize = 64;
 /// One message to the engine.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// Use this head and ring from now on.
+    /// Use this head and ring for the target they belong to from now on.
     Attach(Box<Attachment>),
-    /// Let go of everything mapped from the target, then answer.
-    Detach(oneshot::Sender<()>),
+    /// Let go of everything mapped from the target in this place, then answer.
+    Detach(usize, oneshot::Sender<()>),
     /// Items of one frame.
     Frame(Frame),
     /// Free the sequences of a stream, once its frames are answered.
@@ -39,6 +40,8 @@ pub(crate) struct Frame {
     /// The lease that the stream was opened under.
     pub(crate) epoch: u64,
     pub(crate) items: Vec<DraftItem>,
+    /// Kept until the last item is answered.
+    pub(crate) held: HeldRoom,
     pub(crate) replies: Replies,
 }
 

@@ -11,20 +11,20 @@ mod sequence;
 mod step;
 mod store;
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use eyrie_model::{DraftCache, Eagle3Head, ModelError};
-use eyrie_region::RingReader;
 use eyrie_speculation::{GrowError, ProposalError};
 use eyrie_wire::v1::{draft_item::Op, draft_out::Body};
 use eyrie_wire::{Reason, item_error};
 use tokio::sync::{mpsc, oneshot};
 
 use self::attached::{Attached, Work};
+pub(crate) use self::features::FeatureSource;
 use self::job::{Origin, Outbox};
 pub(crate) use self::mailbox::{Command, Frame, Replies, StreamId};
 use self::sequence::SeqKey;
@@ -35,14 +35,18 @@ const QUEUE: usize = 1024;
 /// Everything of one lease that rounds need.
 #[derive(Debug)]
 pub(crate) struct Attachment {
+    /// The target's place among the options'.
+    pub(crate) place: usize,
     pub(crate) epoch: u64,
     pub(crate) head: Eagle3Head,
     /// An empty cache of that head.
     pub(crate) cache: DraftCache,
-    pub(crate) ring: RingReader,
+    pub(crate) features: FeatureSource,
     /// Tokens of a sequence at most.
     pub(crate) context: usize,
     pub(crate) vocab: usize,
+    /// Where the engine tells how many sequences it holds.
+    pub(crate) sequences: Arc<AtomicU32>,
 }
 
 /// Sizes of the engine.
@@ -75,7 +79,6 @@ pub(crate) enum EngineError {
 #[derive(Debug, Clone)]
 pub(crate) struct EngineHandle {
     mailbox: mpsc::Sender<Command>,
-    sequences: Arc<AtomicU32>,
 }
 
 impl EngineHandle {
@@ -83,21 +86,14 @@ impl EngineHandle {
     pub(crate) fn start(sizes: EngineSizes) -> io::Result<(Self, oneshot::Receiver<()>)> {
         let (sender, receiver) = mpsc::channel(mailbox::MAILBOX);
         let (ended, end) = oneshot::channel();
-        let sequences = Arc::new(AtomicU32::new(0));
-        let engine = Engine {
-            mailbox: receiver,
-            sizes,
-            attached: None,
-            queue: VecDeque::new(),
-            outbox: Outbox::default(),
-            sequences: Arc::clone(&sequences),
-        };
+        let engine =
+            Engine { mailbox: receiver, sizes, attached: BTreeMap::new(), outbox: Outbox::default() };
         std::thread::Builder::new().name("draft-engine".to_owned()).spawn(move || {
             // Dropped, and so told, on every way out of the thread.
             let _ended = ended;
             engine.run();
         })?;
-        Ok((Self { mailbox: sender, sequences }, end))
+        Ok((Self { mailbox: sender }, end))
     }
 
     /// Hands over a command, waiting while the mailbox is full; false once the engine is gone.
@@ -105,17 +101,12 @@ impl EngineHandle {
         self.mailbox.send(command).await.is_ok()
     }
 
-    /// Returns once the engine has let go of everything mapped from the target.
-    pub(crate) async fn detach(&self) {
+    /// Returns once the engine has let go of everything mapped from the target in this place.
+    pub(crate) async fn detach(&self, place: usize) {
         let (done, told) = oneshot::channel();
-        if self.send(Command::Detach(done)).await {
+        if self.send(Command::Detach(place, done)).await {
             let _ = told.await;
         }
-    }
-
-    /// Sequences held now.
-    pub(crate) fn sequences(&self) -> u32 {
-        self.sequences.load(Ordering::Relaxed)
     }
 }
 
@@ -123,36 +114,32 @@ impl EngineHandle {
 struct Engine {
     mailbox: mpsc::Receiver<Command>,
     sizes: EngineSizes,
-    attached: Option<Attached>,
-    queue: VecDeque<Work>,
+    /// By place.
+    attached: BTreeMap<usize, Attached>,
     outbox: Outbox,
-    sequences: Arc<AtomicU32>,
 }
 
 impl Engine {
     fn run(mut self) {
         while self.take_in() {
-            if let Some(attached) = &mut self.attached {
-                attached.admit(&mut self.queue, &mut self.outbox);
-                // Told before the answers go out: who has one sees its sequence counted.
-                self.sequences.store(attached.sequences() as u32, Ordering::Relaxed);
-                attached.step(&mut self.outbox);
-                self.sequences.store(attached.sequences() as u32, Ordering::Relaxed);
-            }
+            // Refusals.
             self.outbox.flush();
+            for attached in self.attached.values_mut() {
+                attached.work(&mut self.outbox);
+                self.outbox.flush();
+            }
         }
     }
 
     /// Takes in what the mailbox holds, waiting when there is nothing to do; false at the end.
     fn take_in(&mut self) -> bool {
-        let busy = self.attached.as_ref().is_some_and(Attached::is_busy);
-        if self.queue.is_empty() && !busy {
+        if !self.attached.values().any(Attached::is_busy) {
             let Some(command) = self.mailbox.blocking_recv() else { return false };
             if !self.handle(command) {
                 return false;
             }
         }
-        while self.queue.len() < QUEUE {
+        while self.attached.values().map(Attached::queued).sum::<usize>() < QUEUE {
             let Ok(command) = self.mailbox.try_recv() else { break };
             if !self.handle(command) {
                 return false;
@@ -164,52 +151,44 @@ impl Engine {
     fn handle(&mut self, command: Command) -> bool {
         match command {
             Command::Attach(attachment) => {
-                self.detach();
-                self.attached = Some(Attached::new(*attachment, self.sizes));
+                let place = attachment.place;
+                self.detach(place);
+                self.attached.insert(place, Attached::new(*attachment, self.sizes));
             }
-            Command::Detach(done) => {
-                self.detach();
+            Command::Detach(place, done) => {
+                self.detach(place);
                 // The one who asked may be gone; the memory is let go either way.
                 let _ = done.send(());
             }
             Command::Frame(frame) => self.enqueue(frame),
-            Command::Close(stream) if self.attached.is_some() => {
-                self.queue.push_back(Work::CloseStream(stream));
+            // One of them knows the stream.
+            Command::Close(stream) => {
+                self.attached.values_mut().for_each(|attached| attached.push(Work::CloseStream(stream)));
             }
-            Command::Close(_) => {}
-            Command::Expire => {
-                if let Some(attached) = &mut self.attached {
-                    attached.expire();
-                }
-            }
+            Command::Expire => self.attached.values_mut().for_each(Attached::expire),
             Command::Stop => return false,
         }
         true
     }
 
     fn enqueue(&mut self, frame: Frame) {
-        let Frame { stream, unary, boot_id, epoch, items, replies } = frame;
-        let refusal = match &self.attached {
-            None => Some((Reason::Unreachable, "the draft is not attached to a target".to_owned())),
-            Some(attached) if attached.epoch() != epoch => Some((
-                Reason::StaleEpoch,
-                format!("epoch must be {:016x}, given {epoch:016x}", attached.epoch()),
-            )),
-            Some(_) => None,
-        };
+        let Frame { stream, unary, boot_id, epoch, items, held, replies } = frame;
+        let mut attached = self.attached.values_mut().find(|attached| attached.epoch() == epoch);
         for item in items {
             let key = SeqKey { boot_id, seq: item.seq };
-            let mut origin = Origin { key, stream, unary, round: 0, replies: replies.clone() };
-            match (item.op, &refusal) {
-                (Some(Op::Close(_)), None) => self.queue.push_back(Work::CloseSeq(key)),
-                (Some(Op::Close(_)), Some(_)) => {}
+            let mut origin =
+                Origin { key, stream, unary, round: 0, replies: replies.clone(), _held: held.clone() };
+            match (item.op, &mut attached) {
+                (Some(Op::Close(_)), Some(attached)) => attached.push(Work::CloseSeq(key)),
+                (Some(Op::Close(_)), None) => {}
+                (Some(Op::Propose(propose)), Some(attached)) => {
+                    origin.round = propose.round;
+                    attached.push(Work::Propose { origin, propose });
+                }
                 (Some(Op::Propose(propose)), None) => {
                     origin.round = propose.round;
-                    self.queue.push_back(Work::Propose { origin, propose });
-                }
-                (Some(Op::Propose(propose)), Some((reason, why))) => {
-                    origin.round = propose.round;
-                    self.outbox.push(&origin, Body::Error(item_error(*reason, why.clone())));
+                    let why = format!("the draft is no longer attached to the target of epoch {epoch:016x}");
+                    self.outbox.push(&origin, Body::Error(item_error(Reason::Unreachable, why)));
                 }
                 (None, _) => {
                     let what = "item must carry propose or close, given neither";
@@ -219,13 +198,11 @@ impl Engine {
         }
     }
 
-    fn detach(&mut self) {
-        let Some(attached) = self.attached.take() else { return };
-        let waiting = attached.abandon(&mut self.queue);
-        for origin in waiting {
+    fn detach(&mut self, place: usize) {
+        let Some(attached) = self.attached.remove(&place) else { return };
+        for origin in attached.abandon() {
             let what = "the draft lost its lease on the target";
             self.outbox.push(&origin, Body::Error(item_error(Reason::Unreachable, what)));
         }
-        self.sequences.store(0, Ordering::Relaxed);
     }
 }

@@ -1,11 +1,13 @@
 //! Plays the target: the real shared weights, ring and door behind a real socket, and nothing else.
 
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
+use bytes::Bytes;
 use eyrie_checkpoint::TargetCheckpoint;
 use eyrie_model::{Backing, SharedWeights};
-use eyrie_region::{Epoch, FdDoor, RingGeometry, RingWriter, Token};
+use eyrie_region::{Epoch, FdDoor, RingGeometry, RingReader, RingWriter, Token};
 use eyrie_wire::v1::target_server::{Target, TargetServer};
 use eyrie_wire::v1::{self, FeatureRef, LeaseGrant, ModelCard, RingSlot, feature_ref::At};
 use eyrie_wire::{Address, Listener, PROTOCOL_VERSION, grant_to_wire, ring_to_wire};
@@ -24,9 +26,12 @@ pub const SLOT_ROWS: u32 = 64;
 pub struct Exporter {
     pub address: Address,
     pub epoch: Epoch,
+    /// Copies of the region, and calls for rows, that were asked for.
+    pub shared_reads: Arc<AtomicUsize>,
+    pub feature_reads: Arc<AtomicUsize>,
     ring: RingWriter,
     _door: FdDoor,
-    _shared: SharedWeights,
+    shared: SharedWeights,
     runtime: Option<Runtime>,
 }
 
@@ -37,6 +42,24 @@ impl Exporter {
 
     /// Starts with a grant and a card that `edit` has falsified.
     pub fn start_with(dir: &Path, edit: impl FnOnce(&mut LeaseGrant, &mut ModelCard)) -> Self {
+        Self::start_falsified(dir, edit, |_| {})
+    }
+
+    /// Starts with copies of the region that `corrupt` has damaged.
+    pub fn start_corrupt(dir: &Path, corrupt: impl FnOnce(&mut Vec<u8>)) -> Self {
+        Self::start_falsified(dir, |_, _| {}, corrupt)
+    }
+
+    /// Bytes of embedding and head.
+    pub fn shared_bytes(&self) -> u64 {
+        self.shared.grant().bytes
+    }
+
+    fn start_falsified(
+        dir: &Path,
+        edit: impl FnOnce(&mut LeaseGrant, &mut ModelCard),
+        corrupt: impl FnOnce(&mut Vec<u8>),
+    ) -> Self {
         let epoch = Epoch::random().unwrap();
         let checkpoint = TargetCheckpoint::open(&demo("mini")).unwrap();
         let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch).unwrap();
@@ -69,8 +92,29 @@ impl Exporter {
         };
         edit(&mut grant, &mut card);
         let address = Address::Unix(dir.join("target.sock"));
-        let runtime = serve(&address, FakeTarget { grant, card, leases: Mutex::default() });
-        Self { address, epoch, ring, _door: door, _shared: shared, runtime: Some(runtime) }
+        let (shared_reads, feature_reads) = (Arc::default(), Arc::default());
+        let mut copy = shared.region().bytes().to_vec();
+        corrupt(&mut copy);
+        let target = FakeTarget {
+            grant,
+            card,
+            leases: Mutex::default(),
+            copy: copy.into(),
+            ring: RingReader::open(ring.fd().try_clone_to_owned().unwrap(), geometry, epoch).unwrap(),
+            shared_reads: Arc::clone(&shared_reads),
+            feature_reads: Arc::clone(&feature_reads),
+        };
+        let runtime = serve(&address, target);
+        Self {
+            address,
+            epoch,
+            shared_reads,
+            feature_reads,
+            ring,
+            _door: door,
+            shared,
+            runtime: Some(runtime),
+        }
     }
 
     /// Publishes the rows of consecutive positions from `first` on.
@@ -117,6 +161,10 @@ struct FakeTarget {
     card: ModelCard,
     /// The granting halves of open leases.
     leases: Mutex<Vec<Granting>>,
+    copy: Bytes,
+    ring: RingReader,
+    shared_reads: Arc<AtomicUsize>,
+    feature_reads: Arc<AtomicUsize>,
 }
 
 #[tonic::async_trait]
@@ -138,7 +186,11 @@ impl Target for FakeTarget {
         assert_eq!((frame.protocol_version, frame.holder.as_str()), (PROTOCOL_VERSION, "draft"));
         assert_eq!(frame.pid, std::process::id());
         let (sender, grants) = mpsc::channel(1);
-        sender.try_send(Ok(self.grant.clone())).unwrap();
+        let mut grant = self.grant.clone();
+        if frame.remote {
+            (grant.door, grant.token) = (String::new(), Bytes::new());
+        }
+        sender.try_send(Ok(grant)).unwrap();
         self.leases.lock().unwrap().push(sender);
         Ok(Response::new(ReceiverStream::new(grants)))
     }
@@ -171,15 +223,32 @@ impl Target for FakeTarget {
 
     async fn read_shared(
         &self,
-        _: Request<v1::ReadSharedRequest>,
+        request: Request<v1::ReadSharedRequest>,
     ) -> Result<Response<Self::ReadSharedStream>, Status> {
-        Err(Status::unimplemented("the exporter has no copies"))
+        assert_eq!(request.into_inner().epoch, self.card.epoch);
+        self.shared_reads.fetch_add(1, Relaxed);
+        let chunks = self.copy.chunks(1 << 20);
+        let chunks: Vec<_> =
+            chunks.map(|chunk| Ok(v1::FileChunk { data: Bytes::copy_from_slice(chunk) })).collect();
+        let (sender, receiver) = mpsc::channel(chunks.len());
+        chunks.into_iter().for_each(|chunk| sender.try_send(chunk).unwrap());
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
     async fn read_features(
         &self,
-        _: Request<v1::ReadFeaturesRequest>,
+        request: Request<v1::ReadFeaturesRequest>,
     ) -> Result<Response<v1::ReadFeaturesReply>, Status> {
-        Err(Status::unimplemented("the exporter has no copies"))
+        let request = request.into_inner();
+        assert_eq!(request.epoch, self.card.epoch);
+        self.feature_reads.fetch_add(1, Relaxed);
+        let read = |slot: &RingSlot| {
+            let mut values = Vec::new();
+            // An overwritten slot leaves none.
+            let _ = self.ring.read_slot(slot.slot, slot.generation, &mut values);
+            let rows: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            v1::SlotRows { rows: rows.into() }
+        };
+        Ok(Response::new(v1::ReadFeaturesReply { slots: request.slots.iter().map(read).collect() }))
     }
 }

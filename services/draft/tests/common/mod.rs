@@ -14,7 +14,7 @@ use eyrie_wire::v1::draft_client::DraftClient;
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::{
     DescribeDraftRequest, DraftCard, DraftFrame, DraftItem, DraftOut, DraftReply, Hello, Proposal, Propose,
-    draft_item,
+    TargetLease, draft_item,
 };
 use eyrie_wire::{Address, PROTOCOL_VERSION, connect};
 use tokio::sync::{mpsc, oneshot};
@@ -54,7 +54,7 @@ impl Draft {
 
     pub async fn start_with(dir: &Path, target: &Address, edit: impl FnOnce(&mut DraftOptions)) -> Self {
         let listen = Address::Unix(dir.join("draft.sock"));
-        let mut options = DraftOptions::new(demo("mini-eagle3"), listen, target.clone());
+        let mut options = DraftOptions::new(demo("mini-eagle3"), listen, vec![target.clone()]);
         options.cache_tokens = 4096;
         edit(&mut options);
         let drain = Drain::new();
@@ -76,27 +76,37 @@ impl Draft {
         self.client().await.describe(DescribeDraftRequest {}).await.unwrap().into_inner()
     }
 
+    /// What is held of the first target.
+    pub async fn lease(&self) -> TargetLease {
+        self.card().await.targets.swap_remove(0)
+    }
+
     pub async fn health(&self) -> Streaming<HealthCheckResponse> {
         let mut client = HealthClient::new(connect(&self.address).await.unwrap());
         client.watch(HealthCheckRequest { service: String::new() }).await.unwrap().into_inner()
     }
 
-    /// Waits until the service says that it is attached (or not any more).
-    pub async fn until_attached(&self, wanted: bool) -> DraftCard {
+    /// Waits until the service says that it is attached (or not any more); what is held of the first target.
+    pub async fn until_attached(&self, wanted: bool) -> TargetLease {
         let wanted = if wanted { ServingStatus::Serving } else { ServingStatus::NotServing };
         let mut health = self.health().await;
         patient("health", async { while health.message().await.unwrap().unwrap().status() != wanted {} })
             .await;
-        self.card().await
+        self.lease().await
     }
 
-    /// Asks again and again until the card says why it is not attached, in words that hold `part`.
-    pub async fn until_refused(&self, part: &str) -> DraftCard {
-        patient(part, async {
+    /// Asks again and again until the card says why the first target is not attached, in words that hold `part`.
+    pub async fn until_refused(&self, part: &str) -> TargetLease {
+        self.until(part, |targets| targets[0].because.contains(part)).await.swap_remove(0)
+    }
+
+    /// Asks again and again until `wanted` holds of what the card says of the targets.
+    pub async fn until(&self, what: &str, wanted: impl Fn(&[TargetLease]) -> bool) -> Vec<TargetLease> {
+        patient(what, async {
             loop {
-                let card = self.card().await;
-                if card.not_attached_because.contains(part) {
-                    return card;
+                let targets = self.card().await.targets;
+                if wanted(&targets) {
+                    return targets;
                 }
                 tokio::task::yield_now().await;
             }

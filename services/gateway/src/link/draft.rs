@@ -6,7 +6,7 @@ use std::sync::Arc;
 use eyrie_wire::v1::draft_client::DraftClient;
 use eyrie_wire::v1::draft_item::Op;
 use eyrie_wire::v1::{
-    CloseDraft, DescribeDraftRequest, DraftCard, DraftFrame, DraftItem, DraftOut, DraftReply,
+    CloseDraft, DescribeDraftRequest, DraftCard, DraftFrame, DraftItem, DraftOut, DraftReply, TargetLease,
 };
 use eyrie_wire::{Address, MAX_MESSAGE, Reason, refuse};
 use tokio::sync::{mpsc, watch};
@@ -20,6 +20,8 @@ use super::{State, TargetReady};
 #[derive(Debug, Clone)]
 pub(crate) struct DraftReady {
     pub(crate) card: Arc<DraftCard>,
+    /// What it holds of our target.
+    pub(crate) lease: Arc<TargetLease>,
 }
 
 /// How the draft is reached.
@@ -45,22 +47,26 @@ impl DraftPeer {
     }
 }
 
-/// One line of why this draft cannot serve this target yet.
-fn check_card(card: &DraftCard, epoch: u64, fingerprint: &str) -> Result<(), Status> {
-    if !card.attached {
-        let line = format!("the draft is not attached: {}", card.not_attached_because);
-        return Err(refuse(Reason::Loading, line));
-    }
-    if card.epoch != epoch {
-        let line = format!("the draft is attached to epoch {:016x}, the target is {epoch:016x}", card.epoch);
+/// What this draft holds of this target, or one line of why it cannot serve it yet.
+fn lease_of(card: &DraftCard, epoch: u64, fingerprint: &str) -> Result<TargetLease, Status> {
+    let attached = || card.targets.iter().filter(|lease| lease.attached);
+    let Some(lease) = attached().find(|lease| lease.epoch == epoch) else {
+        if attached().next().is_none() {
+            let why: Vec<_> = card.targets.iter().map(|lease| lease.because.as_str()).collect();
+            let line = format!("the draft is not attached: {}", why.join("; "));
+            return Err(refuse(Reason::Loading, line));
+        }
+        let epochs: Vec<_> = attached().map(|lease| format!("{:016x}", lease.epoch)).collect();
+        let epochs = epochs.join(", ");
+        let line = format!("the draft is attached to epoch {epochs}, the target is {epoch:016x}");
         return Err(refuse(Reason::StaleEpoch, line));
-    }
-    if card.fingerprint != fingerprint {
+    };
+    if lease.fingerprint != fingerprint {
         let line =
-            format!("the draft is attached to model {}, the target serves {fingerprint}", card.fingerprint);
+            format!("the draft is attached to model {}, the target serves {fingerprint}", lease.fingerprint);
         return Err(refuse(Reason::StaleEpoch, line));
     }
-    Ok(())
+    Ok(lease.clone())
 }
 
 impl Peer for DraftPeer {
@@ -80,7 +86,7 @@ impl Peer for DraftPeer {
             .max_encoding_message_size(MAX_MESSAGE);
         let described = in_time("describe the draft", client.describe(DescribeDraftRequest {}));
         let card = described.await?.into_inner();
-        check_card(&card, epoch, &fingerprint)?;
+        let lease = lease_of(&card, epoch, &fingerprint)?;
         let (frames, outgoing) = mpsc::channel(FRAMES);
         let first = DraftFrame { hello: Some(hello(self.boot_id, epoch, &fingerprint)), items: Vec::new() };
         // The channel is empty: the first frame always fits.
@@ -89,12 +95,12 @@ impl Peer for DraftPeer {
         let mut replies = in_time("open rounds at the draft", rounds).await?.into_inner();
         let greeting = in_time("the draft's hello", replies.message()).await?;
         check_hello(Self::NAME, greeting.and_then(|reply| reply.hello), epoch)?;
-        Ok(Connection { frames, replies, ready: DraftReady { card: Arc::new(card) } })
+        Ok(Connection { frames, replies, ready: DraftReady { card: Arc::new(card), lease: Arc::new(lease) } })
     }
 
     async fn obsolete(&self, ready: &DraftReady) -> String {
         let mut target = self.target.clone();
-        let epoch = ready.card.epoch;
+        let epoch = ready.lease.epoch;
         let moved_on = |state: &State<TargetReady>| state.up().is_some_and(|target| target.epoch != epoch);
         match target.wait_for(moved_on).await {
             Ok(_) => "the target has restarted".to_owned(),

@@ -246,7 +246,7 @@ async fn the_model_tells_why_it_does_not_speculate() {
     let mut client = world.client.clone();
     let model = client.get_model(GetModelRequest {}).await.unwrap().into_inner();
     assert!(model.speculating && model.not_speculating_because.is_empty());
-    assert_eq!((model.draft_name.as_str(), model.shared_kind.as_str()), ("echo", "memfd"));
+    assert_eq!((model.draft_name.as_str(), model.shared_kind.as_str()), ("echo", "map"));
     assert_eq!((model.max_draft_tokens, model.context_length), (16, CONTEXT));
     draft.stop().await;
     world.speculating(false).await;

@@ -1,9 +1,9 @@
 //! Leases on the shared memory: one for each open Attach stream.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use eyrie_region::{LeaseId, Token};
+use eyrie_region::{FdDoor, Importer, LeaseId, Token};
 use eyrie_wire::v1::{LeaseFrame, LeaseGrant};
 use eyrie_wire::{PROTOCOL_VERSION, Reason, grant_to_wire, refuse, ring_to_wire};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
@@ -11,6 +11,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
 use super::{HELLO_LIMIT, Service, hello};
+use crate::engine::Exports;
 use crate::state::State;
 
 /// Longest holder name, in characters.
@@ -20,15 +21,17 @@ const MAX_HOLDER: usize = 64;
 struct Held {
     state: Arc<State>,
     id: LeaseId,
-    token: Token,
+    /// `None` in a remote lease.
+    offer: Option<Token>,
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if let Some(door) = self.state.door() {
-            door.revoke(&self.token);
+        if let (Some(token), Some(door)) = (&self.offer, self.state.door()) {
+            door.revoke(token);
         }
         self.state.leases.drop_lease(self.id);
+        self.state.importers.left(self.id);
     }
 }
 
@@ -82,21 +85,20 @@ impl Service {
         let (Some(exports), Some(door)) = (self.state.exports(), self.state.door()) else {
             return Err(refuse(Reason::Unreachable, "the model is loading or the target is stopping"));
         };
-        let internal = |e: &dyn std::fmt::Display| refuse(Reason::Internal, format!("granting a lease: {e}"));
-        let token = Token::random().map_err(|e| internal(&e))?;
-        let fds: Result<Vec<OwnedFd>, _> =
-            exports.fds.iter().map(|fd| fd.as_fd().try_clone_to_owned()).collect();
-        door.offer(token, fds.map_err(|e| internal(&e))?).map_err(|e| internal(&e))?;
-        tracing::info!(holder = first.holder, pid = first.pid, "lease granted");
-        let id = self.state.leases.grant(first.holder, first.pid);
-        let held = Held { state: Arc::clone(&self.state), id, token };
+        tracing::info!(holder = first.holder, pid = first.pid, remote = first.remote, "lease granted");
+        let id = self.state.leases.grant(first.holder.clone(), first.pid, first.remote);
+        let mut held = Held { state: Arc::clone(&self.state), id, offer: None };
+        if !first.remote {
+            let token = self.offer(exports, &door, id, first);
+            held.offer = Some(token.map_err(|e| refuse(Reason::Internal, format!("granting a lease: {e}")))?);
+        }
         let grant = &exports.grant;
         let reply = LeaseGrant {
             lease_id: id.get(),
             epoch: self.state.epoch.get(),
             fingerprint: self.state.fingerprint().to_owned(),
-            door: door.path().to_string_lossy().into_owned(),
-            token: token.as_bytes().to_vec().into(),
+            door: held.offer.map_or_else(String::new, |_| door.path().to_string_lossy().into_owned()),
+            token: held.offer.map_or_else(Vec::new, |token| token.as_bytes().to_vec()).into(),
             weights: Some(grant_to_wire(grant)),
             ring: grant.ring.map(|ring| ring_to_wire(&ring)),
             aux_layers: self.state.plan.capture.clone(),
@@ -106,6 +108,21 @@ impl Service {
             layers: self.state.layers(),
         };
         Ok((reply, held))
+    }
+
+    /// Lets the holder fetch the descriptors, which the ledger knows of before it can.
+    fn offer(
+        &self,
+        exports: &Exports,
+        door: &FdDoor,
+        id: LeaseId,
+        holder: LeaseFrame,
+    ) -> Result<Token, Box<dyn std::error::Error>> {
+        let token = Token::random()?;
+        self.state.importers.entered(id, Importer::new(holder.pid, holder.holder, &exports.fds)?);
+        let fds: Result<Vec<OwnedFd>, _> = exports.fds.iter().map(OwnedFd::try_clone).collect();
+        door.offer(token, fds?)?;
+        Ok(token)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The gRPC service: checks who speaks, turns frames into commands for the engine, and carries its replies.
 
 mod attach;
+mod copies;
 mod hello;
 mod rounds;
 mod unary;
@@ -23,6 +24,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status, Streaming};
 
+pub(crate) use self::copies::Copies;
+use self::copies::{MAX_FEATURE_READS, MAX_SHARED_READS};
 use crate::engine::{Command, Sender, Stopped, StreamId};
 use crate::state::State;
 
@@ -33,7 +36,7 @@ const MAX_LEASES: usize = 64;
 /// How long a new stream may take to say its first word.
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of one FileChunk.
-const FILE_CHUNK: usize = 1 << 20;
+const CHUNK: usize = 1 << 20;
 
 type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -48,6 +51,8 @@ pub(crate) struct Service {
     streams: Arc<AtomicU64>,
     room: Arc<Semaphore>,
     lease_room: Arc<Semaphore>,
+    shared_reads: Arc<Semaphore>,
+    feature_reads: Arc<Semaphore>,
 }
 
 impl Service {
@@ -61,6 +66,8 @@ impl Service {
             streams: Arc::default(),
             room: Arc::new(Semaphore::new(MAX_STREAMS)),
             lease_room: Arc::new(Semaphore::new(MAX_LEASES)),
+            shared_reads: Arc::new(Semaphore::new(MAX_SHARED_READS)),
+            feature_reads: Arc::new(Semaphore::new(MAX_FEATURE_READS)),
         }
     }
 
@@ -182,23 +189,23 @@ impl Target for Service {
             .map_err(|e| refuse(Reason::Internal, format!("{}: {e}", path.display())))?;
         let data = Bytes::from(data);
         let chunks: Vec<_> = (0..data.len())
-            .step_by(FILE_CHUNK)
-            .map(|at| Ok(FileChunk { data: data.slice(at..data.len().min(at + FILE_CHUNK)) }))
+            .step_by(CHUNK)
+            .map(|at| Ok(FileChunk { data: data.slice(at..data.len().min(at + CHUNK)) }))
             .collect();
         Ok(Response::new(Box::pin(tokio_stream::iter(chunks))))
     }
 
     async fn read_shared(
         &self,
-        _: Request<ReadSharedRequest>,
+        request: Request<ReadSharedRequest>,
     ) -> Result<Response<Self::ReadSharedStream>, Status> {
-        Err(refuse(Reason::Unsupported, "copies of the shared region are not served yet"))
+        self.shared_bytes(request.into_inner()).map(Response::new)
     }
 
     async fn read_features(
         &self,
-        _: Request<ReadFeaturesRequest>,
+        request: Request<ReadFeaturesRequest>,
     ) -> Result<Response<ReadFeaturesReply>, Status> {
-        Err(refuse(Reason::Unsupported, "copies of feature rows are not served yet"))
+        self.feature_rows(request.into_inner()).await.map(Response::new)
     }
 }

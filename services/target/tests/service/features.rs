@@ -13,32 +13,31 @@ use tonic::{Status, Streaming};
 use crate::harness::{Golden, LIMIT, Server, fetch, goldens, greedy, verify_after};
 
 /// A draft's lease: it lasts as long as this lives.
-struct Lease {
-    grant: LeaseGrant,
+pub(crate) struct Lease {
+    pub(crate) grant: LeaseGrant,
     ring: RingReader,
-    weights: ImportedMemfd,
+    pub(crate) weights: ImportedMemfd,
     _frames: mpsc::Sender<LeaseFrame>,
     _grants: Streaming<LeaseGrant>,
 }
 
 /// An Attach stream: its sending half, its receiving half and the grant.
-type Attached = (mpsc::Sender<LeaseFrame>, Streaming<LeaseGrant>, LeaseGrant);
+pub(crate) type Attached = (mpsc::Sender<LeaseFrame>, Streaming<LeaseGrant>, LeaseGrant);
 
 async fn ask(server: &Server, holder: &str) -> Result<Attached, Status> {
+    ask_as(server, holder, false).await
+}
+
+pub(crate) async fn ask_as(server: &Server, holder: &str, remote: bool) -> Result<Attached, Status> {
     let (frames, receiver) = mpsc::channel(1);
-    let frame = LeaseFrame {
-        protocol_version: PROTOCOL_VERSION,
-        holder: holder.to_owned(),
-        pid: 7,
-        ..Default::default()
-    };
+    let frame = LeaseFrame { protocol_version: PROTOCOL_VERSION, holder: holder.to_owned(), pid: 7, remote };
     frames.send(frame).await.unwrap();
     let mut grants = server.client.clone().attach(ReceiverStream::new(receiver)).await?.into_inner();
     let grant = grants.message().await?.unwrap();
     Ok((frames, grants, grant))
 }
 
-async fn attach(server: &Server) -> Lease {
+pub(crate) async fn attach(server: &Server) -> Lease {
     let (frames, grants, wire) = ask(server, "draft").await.unwrap();
     let grant = grant_from_wire(&wire).unwrap();
     let token = Token::try_from(wire.token.as_ref()).unwrap();
@@ -51,7 +50,7 @@ async fn attach(server: &Server) -> Lease {
 
 impl Lease {
     /// Reads the rows of `refs`, which must follow each other from `first` on.
-    fn rows(&self, refs: &[FeatureRef], first: u32) -> Vec<f32> {
+    pub(crate) fn rows(&self, refs: &[FeatureRef], first: u32) -> Vec<f32> {
         let mut out = Vec::new();
         let mut position = first;
         for at in refs {
@@ -71,7 +70,7 @@ impl Lease {
     }
 }
 
-fn with_features(open: Open) -> Open {
+pub(crate) fn with_features(open: Open) -> Open {
     Open { features: true, ..open }
 }
 

@@ -25,12 +25,19 @@ fn rows_come_back_bit_for_bit_until_their_slot_is_reused() {
     assert_eq!(bits(&out), bits(&special));
     reader.read_rows(first, 1, 2, &mut out).unwrap();
     assert_eq!(out, rows[5..15]);
+    reader.read_slot(0, first.generation, &mut out).unwrap();
+    assert_eq!(bits(&out), bits(&special));
 
     let others: Vec<SlotRef> = (0..2).map(|_| writer.publish(&rows[..5]).unwrap()).collect();
     assert_eq!(others.iter().map(|r| r.slot).collect::<Vec<_>>(), [1, 2]);
     reader.read_into(first, &mut out).unwrap();
     let second = writer.publish(&rows[..10]).unwrap();
     assert_eq!((second.slot, second.rows), (0, 2));
+    reader.read_slot(0, second.generation, &mut out).unwrap();
+    assert_eq!(out, rows[..10], "a slot tells how many rows it holds");
+    assert!(matches!(reader.read_slot(0, first.generation, &mut out), Err(RingError::Stale { .. })));
+    assert!(matches!(reader.read_slot(3, 2, &mut out), Err(RingError::Reference { .. })));
+    assert!(out.is_empty());
     let error = reader.read_into(first, &mut out).unwrap_err();
     assert!(
         matches!(error, RingError::Stale { slot: 0, wanted, found }

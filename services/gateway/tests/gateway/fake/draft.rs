@@ -198,14 +198,18 @@ impl Draft for Service {
     type RoundsStream = ReceiverStream<Result<DraftReply, Status>>;
 
     async fn describe(&self, _: Request<DescribeDraftRequest>) -> Result<Response<DraftCard>, Status> {
-        Ok(Response::new(DraftCard {
+        let lease = TargetLease {
             attached: true,
             epoch: self.0.epoch,
             fingerprint: self.0.fingerprint.lock().clone(),
+            mapped_bytes: 1 << 20,
+            kind: "map".into(),
+            ..Default::default()
+        };
+        Ok(Response::new(DraftCard {
             name: "echo".into(),
             max_draft_tokens: 16,
-            mapped_bytes: 1 << 20,
-            mapped_kind: "memfd".into(),
+            targets: vec![lease],
             ..Default::default()
         }))
     }
