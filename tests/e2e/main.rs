@@ -11,6 +11,8 @@ mod demo;
 #[cfg(test)]
 mod draft_down;
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod goldens;
 #[cfg(test)]
 mod licences;

@@ -1,7 +1,7 @@
 //! The gRPC surface: Rounds with its unary twin, Describe and Drain.
 
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use eyrie_service::Drain;

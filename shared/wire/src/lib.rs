@@ -10,6 +10,8 @@ mod transport;
 
 pub use address::{Address, AddressError};
 pub use grant::{GrantMessageError, grant_from_wire, grant_to_wire, ring_to_wire};
+/// Encoding of the generated messages, for those who deal in bytes.
+pub use prost::Message;
 pub use status::{Reason, item_error, reason_of, refuse, retry_after, status_of, with_reason};
 pub use transport::{Incoming, Listener, channel, connect, server};
 
