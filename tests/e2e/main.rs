@@ -17,6 +17,8 @@ mod goldens;
 #[cfg(test)]
 mod licences;
 #[cfg(test)]
+mod limits;
+#[cfg(test)]
 mod lossless;
 #[cfg(test)]
 mod sampling;

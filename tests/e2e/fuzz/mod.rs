@@ -161,6 +161,7 @@ async fn nothing_that_is_sent_breaks_a_service() {
     let fine = ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&ready.grpc).await).await.unwrap();
     assert_eq!(fine.ids, golden.greedy_ids);
     assert!(fine.usage.accepted_tokens > 0);
-    assert!(!fleet.log().contains("panicked"), "{}", fleet.log());
+    let logs = fleet.service_logs();
+    assert!(logs.contains("listening") && !logs.contains("panicked"), "{logs}");
     assert_eq!(fleet.stop(), Some(0));
 }
