@@ -11,9 +11,13 @@ mod demo;
 #[cfg(test)]
 mod draft_down;
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod goldens;
 #[cfg(test)]
 mod licences;
+#[cfg(test)]
+mod limits;
 #[cfg(test)]
 mod lossless;
 #[cfg(test)]

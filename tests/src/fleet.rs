@@ -87,6 +87,15 @@ impl Fleet {
         std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
     }
 
+    /// What the services said, each in its own log.
+    pub fn service_logs(&self) -> String {
+        let ready = self.ready();
+        let socket = ready.target.strip_prefix("unix:").expect("a fleet on unix sockets");
+        let folder = Path::new(socket).parent().expect("a socket in a folder");
+        let read = |name| std::fs::read_to_string(folder.join(name)).expect("a service's log");
+        ["target.log", "draft.log", "gateway.log"].map(read).concat()
+    }
+
     /// Sends SIGTERM and waits for the exit code.
     pub fn stop(mut self) -> Option<i32> {
         self.end()

@@ -7,11 +7,15 @@
 
 mod fleet;
 mod goldens;
+mod raw;
 mod request;
+mod wild;
 
 pub use fleet::{Fleet, Pids, Ready, Service, Signal, signal, until};
 pub use goldens::{Golden, Tree, TreeRound, goldens};
+pub use raw::{Answer, call, framed};
 pub use request::{Asked, Outcome, ask, client, collect};
+pub use wild::Wild;
 
 use std::path::{Path, PathBuf};
 

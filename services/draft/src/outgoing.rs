@@ -1,7 +1,7 @@
 //! The reply half of a Rounds stream: replies in order, then the status that says why there are no more.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
 use eyrie_service::Drain;
@@ -29,8 +29,8 @@ pub(crate) struct Outgoing {
 pub(crate) struct Ending {
     pub(crate) lease: Arc<Lease>,
     pub(crate) overrun: CancellationToken,
-    /// The client said hello again.
-    pub(crate) second_hello: CancellationToken,
+    /// Why nothing more is read of what the client sends.
+    pub(crate) refused: Arc<OnceLock<Status>>,
     pub(crate) drain: Drain,
 }
 
@@ -38,8 +38,8 @@ impl Ending {
     fn status(&self) -> Option<Status> {
         if self.overrun.is_cancelled() {
             Some(refuse(Reason::Busy, "replies were not read: the stream is given up"))
-        } else if self.second_hello.is_cancelled() {
-            Some(refuse(Reason::InvalidArgument, "hello may be in the first frame of a stream only"))
+        } else if let Some(status) = self.refused.get() {
+            Some(status.clone())
         } else if self.drain.is_draining() {
             Some(refuse(Reason::Draining, "the draft is draining"))
         } else if self.lease.lost.is_cancelled() {

@@ -1,12 +1,12 @@
 //! The gRPC surface: Rounds with its unary twin, Describe and Drain.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use eyrie_service::Drain;
 use eyrie_wire::v1::{self, draft_server::Draft};
-use eyrie_wire::{PROTOCOL_VERSION, Reason, refuse};
+use eyrie_wire::{PROTOCOL_VERSION, Reason, refuse, with_reason};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
@@ -93,18 +93,19 @@ impl Draft for DraftService {
             .map_err(|_| {
                 let limit = HELLO_LIMIT.as_secs();
                 refuse(Reason::Deadline, format!("the first frame must come within {limit} s"))
-            })??
+            })?
+            .map_err(with_reason)?
             .ok_or_else(|| refuse(Reason::InvalidArgument, "the stream ended before its first frame"))?;
         let (lease, hello) = self.admit(first.hello)?;
         let (sender, receiver) = mpsc::channel(OUTGOING);
         // A fresh channel has room.
         let _ = sender.try_send(v1::DraftReply { hello: Some(hello.clone()), outs: Vec::new() });
         let (overrun, gone) = (CancellationToken::new(), CancellationToken::new());
-        let second_hello = CancellationToken::new();
+        let refused = Arc::new(OnceLock::new());
         let ending = Ending {
             lease: Arc::clone(&lease),
             overrun: overrun.clone(),
-            second_hello: second_hello.clone(),
+            refused: Arc::clone(&refused),
             drain: self.drain.clone(),
         };
         let outgoing = Outgoing::new(receiver, ending, &gone);
@@ -115,7 +116,7 @@ impl Draft for DraftService {
             lease,
             replies: Replies { sender, overrun },
             gone,
-            second_hello,
+            refused,
             drain: self.drain.clone(),
         };
         self.drain.spawn(reader.run(frames, first.items));
@@ -164,7 +165,7 @@ struct Reader {
     lease: Arc<Lease>,
     replies: Replies,
     gone: CancellationToken,
-    second_hello: CancellationToken,
+    refused: Arc<OnceLock<Status>>,
     drain: Drain,
 }
 
@@ -184,13 +185,15 @@ impl Reader {
             };
             items = match frame {
                 Ok(Some(frame)) if frame.hello.is_some() => {
-                    self.second_hello.cancel();
+                    let what = "hello may be in the first frame of a stream only";
+                    let _ = self.refused.set(refuse(Reason::InvalidArgument, what));
                     break;
                 }
                 Ok(Some(frame)) => frame.items,
                 Ok(None) => break,
                 Err(status) => {
                     tracing::debug!(stream = self.stream, "rounds stream broke: {}", status.message());
+                    let _ = self.refused.set(with_reason(status));
                     break;
                 }
             };

@@ -236,6 +236,28 @@ async fn a_late_start_builds_from_there_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_with_nothing_before_the_base_proposes_nothing_and_troubles_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut exporter, draft) = pair(&dir).await;
+    let mut rounds = draft.rounds(BOOT).await;
+    let text = &texts(1)[0];
+    let (low, t) = (text.prompt_len - 8, text.prompt_len);
+    let mut features = |from, end| exporter.publish(from, text.rows(from, end));
+    let at_end = Propose { start: t, ..propose(text, t, t, vec![], 3) };
+    let late = Propose { start: low, ..propose(text, low, t, features(low, t), 3) };
+    let below = propose(text, 0, low, features(0, 1), 3);
+    let fine = propose(text, 0, t, features(0, t), 3);
+    let items = vec![item(1, at_end), item(2, late), item(2, below), item(3, fine)];
+    rounds.send(items).await;
+    let bodies: Vec<Body> = rounds.receive(4).await.into_iter().map(|out| out.body.unwrap()).collect();
+    assert_eq!(proposal(bodies[0].clone()).tokens, [], "no slot to draft from");
+    assert_eq!(proposal(bodies[1].clone()).tokens.len(), 3);
+    assert!(matches!(&bodies[2], Body::Need(need) if need.from == 1), "it begins anew: {:?}", bodies[2]);
+    assert_eq!(proposal(bodies[3].clone()).tokens.len(), 3);
+    draft.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lower_base_len_cuts() {
     let dir = tempfile::tempdir().unwrap();
     let (mut exporter, draft) = pair(&dir).await;

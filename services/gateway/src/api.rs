@@ -22,6 +22,8 @@ use crate::session::Session;
 use crate::stats::add;
 use crate::validate::{Admitted, Defaults, admit, check_ids};
 
+/// Ids of one Detokenize at most: more than any context holds.
+const MAX_DETOKENIZE: usize = 1 << 20;
 /// Chunks that a client has not read yet; then its own sequence waits.
 const UNREAD_CHUNKS: usize = 16;
 
@@ -191,9 +193,16 @@ impl Generation for Api {
     ) -> Result<Response<DetokenizeReply>, Status> {
         let served = self.served(Deadline::of(request.extensions())).await?;
         let DetokenizeRequest { ids, keep_special } = request.into_inner();
+        if ids.len() > MAX_DETOKENIZE {
+            let line = format!("ids must have at most {MAX_DETOKENIZE} ids, given {}", ids.len());
+            return Err(refuse(Reason::InvalidArgument, line));
+        }
         check_ids("ids", &ids, served.card.vocab_size)?;
-        let text = served.tokenizer()?.decode(&ids, !keep_special);
-        let text = text.map_err(|e| refuse(Reason::TokenRange, format!("ids: {e}")))?;
+        let decoded = tokio::task::spawn_blocking(move || {
+            let text = served.tokenizer()?.decode(&ids, !keep_special);
+            text.map_err(|e| refuse(Reason::TokenRange, format!("ids: {e}")))
+        });
+        let text = decoded.await.unwrap_or_else(|_| Err(refuse(Reason::Internal, "the tokenizer failed")))?;
         Ok(Response::new(DetokenizeReply { text }))
     }
 

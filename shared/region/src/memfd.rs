@@ -95,12 +95,13 @@ impl ImportedMemfd {
     /// seals are checked here and no process can take them off.
     ///
     /// # Errors
-    /// [`RegionError::Unsealed`] where the exporter could still resize or map it writable,
-    /// [`RegionError::Length`] where it is not exactly `expected_len` bytes, otherwise the kernel's answer.
+    /// [`RegionError::Unsealed`] where the exporter could still resize or write it, [`RegionError::Length`] where it is
+    /// not exactly `expected_len` bytes, otherwise the kernel's answer.
     pub fn import(fd: OwnedFd, expected_len: u64) -> Result<Self, RegionError> {
-        check_import(&fd, expected_len)?;
-        // SAFETY: the seals verified above rule out resizing and any new writable mapping. An exporter that keeps an
-        // older one (a ring) hands its descriptor to `RingReader`, which never forms a slice of it.
+        check_import(&fd, expected_len, write_seal()?)?;
+        // SAFETY: the seals verified above rule out resizing and, with F_SEAL_WRITE, every write. A kernel that cannot
+        // map such memory leaves F_SEAL_FUTURE_WRITE, under which nobody can start to write; that the exporter dropped
+        // its own mapping, as `MemfdBuilder::seal` does, is then the exporter's word, as it is for its process at large.
         let map = unsafe { Mmap::map(&fd) }.map_err(failed("import", "map it"))?;
         Ok(Self { map })
     }
@@ -152,18 +153,18 @@ pub(crate) fn seal(fd: &OwnedFd, write: SealFlags) -> rustix::io::Result<()> {
     rustix::fs::fcntl_add_seals(fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL | write)
 }
 
-/// Refuses a descriptor that its exporter could still resize or open for writing, or of another length.
-pub(crate) fn check_import(fd: &OwnedFd, expected_len: u64) -> Result<(), RegionError> {
+/// Refuses a descriptor of another length, or that its exporter could still resize or write in spite of what the seals
+/// `write` forbid.
+pub(crate) fn check_import(fd: &OwnedFd, expected_len: u64, write: SealFlags) -> Result<(), RegionError> {
     let found = match rustix::fs::fcntl_get_seals(fd) {
         Ok(seals) => seals,
         // Ordinary files, pipes and sockets have no seals at all.
         Err(rustix::io::Errno::INVAL) => SealFlags::empty(),
         Err(errno) => return Err(failed("import", "read its seals")(errno)),
     };
-    let mut missing = (SealFlags::SHRINK | SealFlags::GROW) - found;
-    if !found.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
-        missing |= SealFlags::WRITE;
-    }
+    // F_SEAL_WRITE forbids all that F_SEAL_FUTURE_WRITE does.
+    let implied = if found.contains(SealFlags::WRITE) { SealFlags::FUTURE_WRITE } else { SealFlags::empty() };
+    let missing = (SealFlags::SHRINK | SealFlags::GROW | write) - (found | implied);
     if !missing.is_empty() {
         return Err(RegionError::Unsealed { missing: seal_names(missing), found: seal_names(found) });
     }
@@ -240,7 +241,7 @@ mod tests {
     fn import_refuses_missing_seals_and_other_lengths() {
         let open = create("open", 64).unwrap();
         let error = ImportedMemfd::import(open, 64).unwrap_err();
-        assert!(error.to_string().contains("SHRINK|GROW|WRITE"), "{error}");
+        assert!(error.to_string().contains("SHRINK|GROW|"), "{error}");
 
         let resizable = create("resizable", 64).unwrap();
         rustix::fs::fcntl_add_seals(&resizable, SealFlags::WRITE | SealFlags::GROW).unwrap();
@@ -253,6 +254,20 @@ mod tests {
         let fd = sealed(b"weights").fd().try_clone_to_owned().unwrap();
         let error = ImportedMemfd::import(fd, 8).unwrap_err();
         assert!(matches!(error, RegionError::Length { expected: 8, found: 7 }), "{error}");
+    }
+
+    /// A9: an exporter that keeps its mapping can write what an importer reads as a slice.
+    #[test]
+    fn import_refuses_memory_that_somebody_may_still_be_writing() {
+        if !write_seal().unwrap().contains(SealFlags::WRITE) {
+            return;
+        }
+        let fd = create("written", 64).unwrap();
+        let map = MmapOptions::new().map_raw(&fd).unwrap();
+        seal(&fd, SealFlags::FUTURE_WRITE).unwrap();
+        let error = ImportedMemfd::import(fd, 64).unwrap_err();
+        assert!(matches!(&error, RegionError::Unsealed { missing, .. } if missing == "WRITE"), "{error}");
+        drop(map);
     }
 
     // The check alone: were it broken, a real allocation of that size would take the machine down with it.

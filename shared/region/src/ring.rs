@@ -3,7 +3,7 @@
 mod seqlock;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{self, AtomicU32, AtomicU64, Ordering};
 
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::SealFlags;
@@ -278,7 +278,8 @@ impl RingReader {
     /// [`RingError::Region`] for a descriptor that is not a sealed ring of that size, [`RingError::Header`] for
     /// another geometry, [`RingError::StaleEpoch`] for another boot.
     pub fn open(fd: OwnedFd, geometry: RingGeometry, epoch: Epoch) -> Result<Self, RingError> {
-        memfd::check_import(&fd, geometry.byte_len()?)?;
+        // Its writer goes on writing; nobody else may begin to.
+        memfd::check_import(&fd, geometry.byte_len()?, SealFlags::FUTURE_WRITE)?;
         let map = MmapOptions::new().map_raw_read_only(&fd).map_err(|source| {
             RingError::Region(RegionError::Memfd { name: "ring".to_owned(), action: "map it", source })
         })?;

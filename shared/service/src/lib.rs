@@ -3,6 +3,7 @@
 
 mod calls;
 mod drain;
+mod reasons;
 mod serve;
 mod telemetry;
 

@@ -6,7 +6,9 @@ use eyrie_wire::{DESCRIPTORS, Listener};
 use tonic::service::Routes;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
+use tower::util::MapResponseLayer;
 
+use crate::reasons::give_reason;
 use crate::{Drain, LogCalls};
 
 /// Why serving ended early.
@@ -75,12 +77,11 @@ pub async fn serve(
     let address = listener.address().clone();
     tracing::info!(%address, service = name, "listening");
     let stop = drain.clone();
-    let serving = eyrie_wire::server().layer(LogCalls).add_routes(routes).serve_with_incoming_shutdown(
-        listener.incoming(),
-        async move {
-            stop.stopped().await;
-        },
-    );
+    let serving = eyrie_wire::server()
+        .layer(LogCalls)
+        .layer(MapResponseLayer::new(give_reason))
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(listener.incoming(), async move { stop.stopped().await });
     // Hyper waits for open connections; peers that never close must not keep the process alive.
     let overdue = async {
         drain.stopped().await;

@@ -10,7 +10,9 @@ mod transport;
 
 pub use address::{Address, AddressError};
 pub use grant::{GrantMessageError, grant_from_wire, grant_to_wire, ring_to_wire, slots_per_read};
-pub use status::{Reason, item_error, reason_of, refuse, status_of};
+/// Encoding of the generated messages, for those who deal in bytes.
+pub use prost::Message;
+pub use status::{Reason, item_error, reason_of, refuse, retry_after, status_of, with_reason};
 pub use transport::{Incoming, Listener, channel, connect, server};
 
 /// Generated messages, clients and servers of package `eyrie.v1`.

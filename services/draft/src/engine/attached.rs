@@ -165,7 +165,7 @@ impl Attached {
 
     fn begin(&mut self, origin: &Origin, propose: Propose) -> Result<Begun, ItemError> {
         let wanted = self.limits.check(&propose)?;
-        let mut sequence = self.sequence(origin.key, propose.start);
+        let mut sequence = self.sequence(origin.key, propose.start, propose.base_len);
         sequence.owner = origin.stream;
         sequence.unary = origin.unary;
         let answer = self.prepare(&mut sequence, &propose, wanted);
@@ -186,12 +186,13 @@ impl Attached {
         }
     }
 
-    /// The sequence, taken out; a new one where it is unknown or where features before `start` are gone for good.
-    fn sequence(&mut self, key: SeqKey, start: u32) -> Sequence {
+    /// The sequence, taken out; a new one where it is unknown, where features before `start` are gone for good, or
+    /// where all that it holds lies beyond `base_len`.
+    fn sequence(&mut self, key: SeqKey, start: u32, base_len: u32) -> Sequence {
         match self.store.take(key) {
-            Some(sequence) if sequence.built() >= start => sequence,
-            Some(behind) => {
-                self.store.release(behind);
+            Some(sequence) if sequence.built() >= start && sequence.origin() < base_len => sequence,
+            Some(useless) => {
+                self.store.release(useless);
                 Sequence::new(start)
             }
             None => Sequence::new(start),
@@ -227,7 +228,8 @@ impl Attached {
         if rows.is_empty() && built < base_len {
             return Ok(Prepared::Answer(Body::Need(Need { from: built })));
         }
-        if rows.is_empty() && wanted == Wanted::Nothing {
+        // A sequence that starts at `base_len` has no slot to draft from.
+        if rows.is_empty() && (wanted == Wanted::Nothing || sequence.tip.is_none()) {
             let nothing = Proposal { base_len, ..Default::default() };
             return Ok(Prepared::Answer(Body::Proposal(nothing)));
         }

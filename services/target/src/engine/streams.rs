@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 use eyrie_wire::v1::{TargetOut, TargetReply, target_out::Body};
+use eyrie_wire::{Reason, refuse};
 use tokio::sync::mpsc;
-use tonic::{Code, Status};
+use tonic::Status;
 
 /// Number of a stream within this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -55,7 +56,7 @@ impl Streams {
         if life == Life::Lasting
             && let Some(old) = self.lasting.insert(boot, id).and_then(|old| self.open.remove(&old))
         {
-            let status = Status::new(Code::Aborted, "a newer stream of the same boot id took over");
+            let status = refuse(Reason::Replaced, "a newer stream of the same boot id took over");
             let _ = old.replies.ending.set(Err(status));
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use eyrie_region::{FdDoor, Importer, LeaseId, Token};
 use eyrie_wire::v1::{LeaseFrame, LeaseGrant};
-use eyrie_wire::{PROTOCOL_VERSION, Reason, grant_to_wire, refuse, ring_to_wire};
+use eyrie_wire::{PROTOCOL_VERSION, Reason, grant_to_wire, refuse, ring_to_wire, with_reason};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
@@ -74,7 +74,7 @@ impl Service {
 
     async fn grant(&self, frames: &mut Streaming<LeaseFrame>) -> Result<(LeaseGrant, Held), Status> {
         let first = tokio::time::timeout(HELLO_LIMIT, frames.message()).await;
-        let first = first.map_err(|_| hello::late())??;
+        let first = first.map_err(|_| hello::late())?.map_err(with_reason)?;
         let first = first.ok_or_else(|| refuse(Reason::InvalidArgument, "a lease frame must come first"))?;
         if first.protocol_version != PROTOCOL_VERSION {
             let given = first.protocol_version;

@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use eyrie_wire::v1::{TargetFrame, TargetItem, TargetReply};
-use eyrie_wire::{Reason, refuse};
+use eyrie_wire::{Reason, refuse, with_reason};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::{self, WeakSender};
 use tokio_stream::Stream;
@@ -84,7 +84,7 @@ impl Service {
         replies: &mut Option<Replies>,
     ) -> Result<Vec<TargetItem>, Status> {
         let first = tokio::time::timeout(HELLO_LIMIT, frames.message()).await;
-        let first = first.map_err(|_| hello::late())??;
+        let first = first.map_err(|_| hello::late())?.map_err(with_reason)?;
         let first = first.unwrap_or_default();
         let boot = hello::check(&self.state, first.hello.as_ref())?;
         if let Some(replies) = replies.take() {
@@ -102,7 +102,7 @@ impl Service {
         frames: &mut Streaming<TargetFrame>,
         replies: &WeakSender<TargetReply>,
     ) -> Result<(), Status> {
-        while let Some(frame) = frames.message().await? {
+        while let Some(frame) = frames.message().await.map_err(with_reason)? {
             if frame.hello.is_some() {
                 let message = "hello may be in the first frame of a stream only";
                 return Err(refuse(Reason::InvalidArgument, message));

@@ -1,7 +1,9 @@
 //! The stamp protocol of one ring slot, apart from the memory it lies in.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+// Named by the parent: `tests/loom.rs` compiles this file over atomics that a model checker explores.
+use super::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// A sequence lock whose payload is copied word by word with relaxed atomics, so that a copy that races with the
 /// writer is a wrong value to be thrown away and not undefined behaviour.
