@@ -10,7 +10,7 @@ mod transport;
 
 pub use address::{Address, AddressError};
 pub use grant::{GrantMessageError, grant_from_wire, grant_to_wire, ring_to_wire};
-pub use status::{Reason, item_error, reason_of, refuse, status_of};
+pub use status::{Reason, item_error, reason_of, refuse, refuse_for_now, retry_after, status_of};
 pub use transport::{Incoming, Listener, channel, connect, server};
 
 /// Generated messages, clients and servers of package `eyrie.v1`.

@@ -1,5 +1,7 @@
 //! Statuses: a stable machine reason beside one readable line, cut to what fits in a header.
 
+use std::time::Duration;
+
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
@@ -89,6 +91,13 @@ pub fn refuse(reason: Reason, message: impl Into<String>) -> Status {
     Status::with_error_details(reason.code(), message, details)
 }
 
+/// The same of something that passes, with `retry_after` as `RetryInfo`.
+pub fn refuse_for_now(reason: Reason, message: impl Into<String>, retry_after: Duration) -> Status {
+    let mut details = ErrorDetails::with_error_info(reason.as_str(), DOMAIN, []);
+    details.set_retry_info(Some(retry_after));
+    Status::with_error_details(reason.code(), truncate(message.into()), details)
+}
+
 /// The same refusal for one item of a frame.
 pub fn item_error(reason: Reason, message: impl Into<String>) -> ItemError {
     ItemError {
@@ -108,6 +117,11 @@ pub fn status_of(error: &ItemError) -> Status {
 /// The stable reason of a status that [`refuse`] made, here or in another process.
 pub fn reason_of(status: &Status) -> Option<String> {
     status.get_details_error_info().map(|info| info.reason)
+}
+
+/// When to try again, of a status that [`refuse_for_now`] made, here or in another process.
+pub fn retry_after(status: &Status) -> Option<Duration> {
+    status.get_details_retry_info()?.retry_delay
 }
 
 fn truncate(mut message: String) -> String {
@@ -137,5 +151,10 @@ mod tests {
         let status = status_of(&item_error(Reason::Busy, "64 sequences are open, limit 64"));
         assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::ResourceExhausted, Some("BUSY")));
         assert_eq!(status.message(), "64 sequences are open, limit 64");
+        assert_eq!(retry_after(&status), None);
+
+        let status = refuse_for_now(Reason::Unreachable, "nobody is there", Duration::from_millis(1500));
+        assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::Unavailable, Some("UNREACHABLE")));
+        assert_eq!(retry_after(&status), Some(Duration::from_millis(1500)));
     }
 }

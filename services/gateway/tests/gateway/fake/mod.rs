@@ -58,7 +58,7 @@ pub(crate) struct World {
 impl World {
     pub(crate) async fn start(dir: tempfile::TempDir, adjust: impl FnOnce(&mut GatewayOptions)) -> Self {
         let mut options =
-            GatewayOptions::new(socket(&dir, "gateway"), socket(&dir, "target"), Some(socket(&dir, "draft")));
+            GatewayOptions::new(socket(&dir, "gateway"), [socket(&dir, "target")], [socket(&dir, "draft")]);
         options.draft_deadline = PATIENCE;
         adjust(&mut options);
         let (ready, listening) = tokio::sync::oneshot::channel();
