@@ -17,6 +17,8 @@ mod licences;
 #[cfg(test)]
 mod lossless;
 #[cfg(test)]
+mod pools;
+#[cfg(test)]
 mod sampling;
 #[cfg(test)]
 mod services;
