@@ -23,6 +23,8 @@ mod lossless;
 #[cfg(test)]
 mod memory;
 #[cfg(test)]
+mod pools;
+#[cfg(test)]
 mod remote;
 #[cfg(test)]
 mod sampling;

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
@@ -16,23 +17,31 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Ready {
     /// Where clients connect.
     pub grpc: String,
-    /// Address of the target.
+    /// Address of the first target.
     pub target: String,
-    /// Address of the draft.
+    /// Address of the first draft.
     pub draft: Option<String>,
+    /// Addresses of all targets.
+    pub targets: Vec<String>,
+    /// Addresses of all drafts.
+    pub drafts: Vec<String>,
     /// Process ids.
     pub pids: Pids,
 }
 
 /// Process ids of a fleet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Pids {
     /// Of the gateway.
     pub gateway: u32,
-    /// Of the target.
+    /// Of the first target.
     pub target: u32,
-    /// Of the draft.
+    /// Of the first draft.
     pub draft: Option<u32>,
+    /// Of all targets.
+    pub targets: Vec<u32>,
+    /// Of all drafts.
+    pub drafts: Vec<u32>,
 }
 
 /// A running `eyrie up`; ended by SIGTERM when dropped.
@@ -134,6 +143,9 @@ pub struct Service {
     log: PathBuf,
 }
 
+/// Services started by this process, for the names of their logs.
+static STARTED: AtomicUsize = AtomicUsize::new(0);
+
 impl Service {
     /// Starts `eyrie ARGS`; the log goes to `directory`.
     pub fn start(eyrie: &str, args: &[&str], directory: &Path) -> Self {
@@ -146,7 +158,8 @@ impl Service {
     }
 
     fn start_with(eyrie: &str, args: &[&str], directory: &Path, stdin: Stdio) -> Self {
-        let log = directory.join(format!("{}-{}.log", args.first().unwrap_or(&"eyrie"), std::process::id()));
+        let number = STARTED.fetch_add(1, Ordering::Relaxed);
+        let log = directory.join(format!("{}-{number}.log", args.first().unwrap_or(&"eyrie")));
         let child = Command::new(eyrie)
             .args(args)
             .stdin(stdin)

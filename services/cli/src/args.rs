@@ -27,7 +27,7 @@ Logs go to standard error; EYRIE_LOG=debug shows more. Exit codes: 0 fine, 1 the
 pub(crate) enum Command {
     /// Serve the bundled pair with three processes, stream one completion, compare it with plain decoding
     Demo(DemoArgs),
-    /// Start target, draft and gateway as processes and keep serving until Ctrl-C
+    /// Start targets, drafts and a gateway as processes and keep serving until Ctrl-C
     Up(UpArgs),
     /// Send one prompt to a gateway
     Generate(GenerateArgs),
@@ -110,6 +110,12 @@ pub(crate) struct UpArgs {
     /// Where the gateway serves clients [default: 127.0.0.1:7700, or a free port if that one is taken]
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) listen: Option<Address>,
+    /// Targets to start; each holds the whole model
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub(crate) targets: u8,
+    /// Drafts to start; they are attached to the targets in turn
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "no_draft", value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub(crate) drafts: u8,
     /// Connect the services over TCP on loopback instead of unix sockets
     #[arg(long)]
     pub(crate) tcp: bool,
@@ -304,19 +310,20 @@ pub(crate) struct GatewayArgs {
     /// Where to serve clients
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     pub(crate) listen: Address,
-    /// The target
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
-    pub(crate) target: Address,
-    /// The draft; without one every round is plain
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
-    pub(crate) draft: Option<Address>,
+    /// A target; may be given several times or as a list with commas. New sequences go to the one with the fewest, and
+    /// to another one when theirs goes away
+    #[arg(long, value_name = "ADDRESS", env = "EYRIE_GATEWAY_TARGETS", required = true, value_delimiter = ',', value_parser = parse_address)]
+    pub(crate) target: Vec<Address>,
+    /// A draft, likewise; it serves the targets that it is attached to. Without one every round is plain
+    #[arg(long, value_name = "ADDRESS", env = "EYRIE_GATEWAY_DRAFTS", value_delimiter = ',', value_parser = parse_address)]
+    pub(crate) draft: Vec<Address>,
     /// Tokens drafted a round when the request does not say
     #[arg(long, value_name = "K", default_value_t = 3)]
     pub(crate) draft_tokens: u32,
     /// Milliseconds to wait for a proposal before a round goes on without one
     #[arg(long, value_name = "MS", default_value_t = 250, value_parser = clap::value_parser!(u64).range(1..=60_000))]
     pub(crate) draft_deadline: u64,
-    /// Seconds that a request waits for a target that is away
+    /// Seconds that a request waits while no target is there
     #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) target_timeout: u64,
     /// Requests that run at once; more are refused

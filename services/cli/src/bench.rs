@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::args::BenchArgs;
 use crate::client::{self, Client, Drafting};
-use crate::fleet::{Fleet, Links};
+use crate::fleet::{Fleet, Shape};
 use crate::signals::Signals;
 use crate::style::{self, Style};
 
@@ -33,7 +33,7 @@ struct Setting {
 /// Runs the command.
 pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
     let listen: Address = "127.0.0.1:0".parse()?;
-    let mut fleet = Fleet::start(&args.models, None, &listen, Links::Unix).await?;
+    let mut fleet = Fleet::start(&args.models, None, &listen, Shape::PAIR).await?;
     let mut ending = Signals::listen()?;
     let outcome = tokio::select! {
         outcome = measure(&mut fleet, &args) => outcome,
@@ -55,7 +55,7 @@ async fn measure(fleet: &mut Fleet, args: &BenchArgs) -> anyhow::Result<Vec<Sett
     let setting =
         |name: String, drafting| Setting { name, drafting, rates: Vec::new(), tokens: 0, rounds: 0 };
     let mut settings = vec![setting("plain".to_owned(), Drafting::Plain)];
-    if fleet.draft.is_some() {
+    if fleet.is_drafted() {
         settings.extend(CHAINS.map(|k| setting(format!("K={k}"), Drafting::Chain(k))));
     }
     let bar = ProgressBar::new(u64::from(args.repeats) * settings.len() as u64);

@@ -9,7 +9,7 @@ use eyrie_wire::{Address, v1::GetModelRequest};
 
 use crate::args::{DemoArgs, ModelArgs};
 use crate::client::{self, Completion, Drafting};
-use crate::fleet::{Fleet, Links, Role};
+use crate::fleet::{Fleet, Role, Shape};
 use crate::generate::Printer;
 use crate::signals::Signals;
 use crate::style::{self, Style};
@@ -58,7 +58,7 @@ fn bundled(name: &str) -> anyhow::Result<PathBuf> {
 pub(crate) async fn demo(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let style = Style::stderr();
     let listen: Address = "127.0.0.1:0".parse()?;
-    let mut fleet = Fleet::start(&args.models, args.watch.ready_file.clone(), &listen, Links::Unix).await?;
+    let mut fleet = Fleet::start(&args.models, args.watch.ready_file.clone(), &listen, Shape::PAIR).await?;
     let mut ending = Signals::listen()?;
     let outcome = tokio::select! {
         outcome = show(&mut fleet, &args, style) => outcome,
@@ -71,7 +71,7 @@ pub(crate) async fn demo(args: DemoArgs) -> anyhow::Result<ExitCode> {
 async fn show(fleet: &mut Fleet, args: &DemoArgs, style: Style) -> anyhow::Result<()> {
     let model = fleet.wait_ready().await?;
     introduce(fleet, &model, style);
-    let (gateway, drafted) = (fleet.gateway.clone(), fleet.draft.is_some());
+    let (gateway, drafted) = (fleet.gateway.clone(), fleet.is_drafted());
     tokio::select! {
         compared = compare(&gateway, drafted, args, style) => compared,
         ended = fleet.supervise(args.watch.restart) => Err(ended),
@@ -120,8 +120,8 @@ async fn compare(gateway: &Address, drafted: bool, args: &DemoArgs, style: Style
 
 fn introduce(fleet: &Fleet, model: &Model, style: Style) {
     let pid = |role| fleet.pid(role).unwrap_or_default();
-    let draft = match &fleet.draft {
-        Some(_) => format!(", draft {} pid {}", model.draft_name, pid(Role::Draft)),
+    let draft = match fleet.pid(Role::Draft) {
+        Some(pid) => format!(", draft {} pid {pid}", model.draft_name),
         None => ", no draft".to_owned(),
     };
     style::note(&format!(
@@ -131,7 +131,7 @@ fn introduce(fleet: &Fleet, model: &Model, style: Style) {
         pid(Role::Target),
         pid(Role::Gateway),
     ));
-    if fleet.draft.is_some() {
+    if fleet.is_drafted() {
         style::note(&format!(
             "tokens that the draft guessed and the target accepted are {}\n",
             style.good("green")

@@ -1,11 +1,11 @@
-//! `eyrie up`: keeps the three services running.
+//! `eyrie up`: keeps the services running.
 
 use std::process::ExitCode;
 
 use eyrie_wire::Address;
 
 use crate::args::UpArgs;
-use crate::fleet::{Fleet, Links, Role};
+use crate::fleet::{Fleet, Links, Role, Shape};
 use crate::signals::Signals;
 use crate::style::{self, Style};
 
@@ -15,8 +15,9 @@ const DEFAULT_PORT: u16 = 7700;
 /// Runs the command.
 pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
     let links = if args.tcp { Links::Tcp } else { Links::Unix };
+    let shape = Shape { targets: usize::from(args.targets), drafts: usize::from(args.drafts), links };
     let listen = args.listen.map_or_else(default_listen, Ok)?;
-    let mut fleet = Fleet::start(&args.models, args.watch.ready_file, &listen, links).await?;
+    let mut fleet = Fleet::start(&args.models, args.watch.ready_file, &listen, shape).await?;
     let mut ending = Signals::listen()?;
     let served = tokio::select! {
         served = serve(&mut fleet, args.watch.restart) => served,
@@ -41,19 +42,16 @@ async fn serve(fleet: &mut Fleet, restart: bool) -> anyhow::Result<()> {
     let style = Style::stderr();
     style::note(&format!("{} {} is served", style.good("ready"), style.bold(&model.name)));
     style::note(&format!("  clients  {}", fleet.gateway));
-    style::note(&format!(
-        "  target   {} (pid {})",
-        fleet.target,
-        fleet.pid(Role::Target).unwrap_or_default()
-    ));
-    if let Some(draft) = &fleet.draft {
-        style::note(&format!("  draft    {draft} (pid {})", fleet.pid(Role::Draft).unwrap_or_default()));
+    for service in fleet.all(Role::Target).chain(fleet.all(Role::Draft)) {
+        style::note(&format!("  {:8} {} (pid {})", service.name, service.address, service.pid));
+    }
+    if fleet.is_drafted() {
         style::note(&format!(
             "  shared   {} mapped by the draft, not copied",
             style::bytes(model.shared_bytes)
         ));
     }
-    style::note(&format!("  logs     {}", fleet.log_path(Role::Target).with_file_name("*.log").display()));
+    style::note(&format!("  logs     {}", fleet.log_path("*").display()));
     style::note(&style.dim(&format!(
         "  try      eyrie generate --endpoint {} --prompt 'def main():'   (Ctrl-C ends)",
         fleet.gateway

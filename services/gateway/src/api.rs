@@ -15,7 +15,6 @@ use tonic::{Request, Response, Status};
 use crate::catalog::Served;
 use crate::deadline::Deadline;
 use crate::gateway::{Gateway, random};
-use crate::link::State;
 use crate::output::Output;
 use crate::reply::Reply;
 use crate::session::Session;
@@ -38,16 +37,11 @@ impl Api {
         Self { gateway }
     }
 
-    /// What the target serves now, waiting for one that is away.
+    /// What the targets serve now, waiting for one while none is there.
     async fn served(&self, deadline: Option<Deadline>) -> Result<Arc<Served>, Status> {
         let patience = Instant::now() + self.gateway.options.target_timeout;
-        match deadline.map(|deadline| deadline.work).filter(|&work| work < patience) {
-            Some(work) => match self.gateway.target_up(work).await {
-                Ok(ready) => Ok(ready.served),
-                Err(why) => Err(refuse(Reason::Deadline, format!("the deadline passed: {}", why.message()))),
-            },
-            None => Ok(self.gateway.target_up(patience).await?.served),
-        }
+        let until = deadline.map_or(patience, |deadline| deadline.work.min(patience));
+        self.gateway.pool.served(until).await
     }
 
     /// Takes a place before anything is awaited, so that a burst cannot pass the limit together.
@@ -80,7 +74,7 @@ impl Api {
             request_id: self.gateway.mint_id(),
             seed: random().map_err(|e| refuse(Reason::Internal, format!("no random numbers: {e}")))?,
             max_prompt_bytes: self.gateway.options.max_prompt_bytes,
-            draft_limit: self.gateway.draft_limit(),
+            draft_limit: self.gateway.pool.draft_limit(),
         };
         let prepared = prepare(request.into_inner(), Arc::clone(&served), defaults);
         let (admitted, output) = match deadline {
@@ -109,26 +103,12 @@ impl Api {
             fingerprint: card.fingerprint.clone(),
             vocab_size: card.vocab_size,
             context_length: card.context_length,
-            max_draft_tokens: self.gateway.draft_limit().unwrap_or(rows - 1).min(rows - 1),
+            max_draft_tokens: self.gateway.pool.draft_limit().unwrap_or(rows - 1).min(rows - 1),
             eos_ids: card.eos_ids.clone(),
             pid: std::process::id(),
             ..Default::default()
         };
-        match self.gateway.draft.as_ref().map(|link| link.state()) {
-            None => model.not_speculating_because = "no draft is configured".to_owned(),
-            Some(State::Down(why)) => model.not_speculating_because = why.to_string(),
-            Some(State::Suspect(ready)) => {
-                model.draft_name = ready.card.name.clone();
-                model.not_speculating_because =
-                    "the draft missed its deadline and is silent since".to_owned();
-            }
-            Some(State::Up(ready)) => {
-                model.speculating = true;
-                model.draft_name = ready.card.name.clone();
-                model.shared_bytes = ready.lease.mapped_bytes;
-                model.shared_kind = ready.lease.kind.clone();
-            }
-        }
+        self.gateway.pool.describe(&mut model);
         model
     }
 }

@@ -1,22 +1,19 @@
-//! What all requests share, and the service's life: listen, follow the target's state, drain.
+//! What all requests share, and the service's life: listen, follow the targets' state, drain.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use eyrie_service::{Drain, Health, ServeError, serve};
-use eyrie_wire::v1::LoadReport;
 use eyrie_wire::v1::generation_server::GenerationServer;
-use eyrie_wire::{Address, Listener, MAX_MESSAGE, Reason, refuse};
+use eyrie_wire::{Address, Listener, MAX_MESSAGE};
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout_at};
-use tonic::Status;
 use tonic::service::Routes;
 use tonic::service::interceptor::InterceptedService;
 
 use crate::api::Api;
 use crate::deadline;
-use crate::link::{DraftPeer, Link, State, TargetPeer, TargetReady, target_load};
 use crate::options::{GatewayOptions, OptionError};
+use crate::pool::{Pool, View};
 use crate::stats::Stats;
 
 const SERVICE: &str = "eyrie.v1.Generation";
@@ -50,8 +47,7 @@ pub struct Ready {
 pub(crate) struct Gateway {
     pub(crate) options: GatewayOptions,
     pub(crate) boot_id: u64,
-    pub(crate) target: Link<TargetPeer>,
-    pub(crate) draft: Option<Link<DraftPeer>>,
+    pub(crate) pool: Arc<Pool>,
     pub(crate) streams: Arc<Semaphore>,
     pub(crate) stats: Stats,
     pub(crate) drain: Drain,
@@ -60,14 +56,10 @@ pub(crate) struct Gateway {
 
 impl Gateway {
     fn start(options: GatewayOptions, boot_id: u64, drain: Drain) -> Arc<Self> {
-        let target = Link::spawn(TargetPeer::new(options.target.clone(), boot_id), &drain);
-        let draft = options.draft.clone().map(|address| {
-            let peer = DraftPeer::new(address, boot_id, target.subscribe());
-            Link::spawn(peer, &drain)
-        });
+        let pool = Pool::start(&options, boot_id, &drain);
         let streams = Arc::new(Semaphore::new(options.max_streams as usize));
         let (stats, requests) = (Stats::default(), AtomicU64::new(0));
-        Arc::new(Self { options, boot_id, target, draft, streams, stats, drain, requests })
+        Arc::new(Self { options, boot_id, pool, streams, stats, drain, requests })
     }
 
     /// A request id for a client that sent none.
@@ -76,49 +68,19 @@ impl Gateway {
         format!("{:08x}-{n}", self.boot_id as u32)
     }
 
-    /// Longest proposal of the connected draft.
-    pub(crate) fn draft_limit(&self) -> Option<u32> {
-        let state = self.draft.as_ref()?.state();
-        state.up().map(|draft| draft.card.max_draft_tokens).filter(|&limit| limit > 0)
+    /// Tokens drafted a round when the request does not say: no more than `limit`, which the draft takes.
+    pub(crate) fn default_k(&self, limit: Option<u32>) -> u32 {
+        self.options.default_k.min(limit.unwrap_or(u32::MAX))
     }
 
-    /// Tokens drafted a round when the request does not say: no more than the draft takes.
-    pub(crate) fn default_k(&self) -> u32 {
-        self.options.default_k.min(self.draft_limit().unwrap_or(u32::MAX))
-    }
-
-    /// How busy the target is, asked beside the round stream.
-    pub(crate) async fn target_load(&self) -> Result<LoadReport, Status> {
-        target_load(&self.options.target).await
-    }
-
-    /// The target once it is up, waiting until `until`.
-    ///
-    /// # Errors
-    /// UNAVAILABLE with the reason why it is not.
-    pub(crate) async fn target_up(&self, until: Instant) -> Result<TargetReady, Status> {
-        let mut state = self.target.subscribe();
-        if let Ok(Ok(state)) = timeout_at(until, state.wait_for(|state| state.up().is_some())).await
-            && let Some(ready) = state.up()
-        {
-            return Ok(ready.clone());
-        }
-        let why = match self.target.state() {
-            State::Down(why) => why,
-            State::Suspect(_) | State::Up(_) => "it is connected but computes nothing".into(),
-        };
-        let line = format!("the target at {} is not available: {why}", self.options.target);
-        Err(refuse(Reason::Unreachable, line))
-    }
-
-    /// SERVING exactly while the target is up.
+    /// SERVING exactly while a target takes sequences.
     async fn follow_health(&self, health: Health) {
-        let mut state = self.target.subscribe();
+        let mut view = self.pool.subscribe();
         loop {
-            let up = state.borrow_and_update().up().is_some();
+            let up = View::is_open(&view.borrow_and_update());
             health.set(up && !self.drain.is_draining()).await;
             tokio::select! {
-                changed = state.changed() => if changed.is_err() { return },
+                changed = view.changed() => if changed.is_err() { return },
                 () = self.drain.draining() => return health.set(false).await,
             }
         }

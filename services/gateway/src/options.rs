@@ -10,6 +10,8 @@ const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST_DRAFT: Duration = Duration::from_secs(60);
 const LONGEST_TARGET: Duration = Duration::from_secs(3600);
 const MAX_STREAMS: u32 = 1_000_000;
+/// Targets at most, and drafts: every pair of them is a stream.
+const MAX_PEERS: usize = 32;
 
 /// An option is out of its range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -28,10 +30,10 @@ pub struct OptionError {
 pub struct GatewayOptions {
     /// Where clients connect.
     pub listen: Address,
-    /// The target service.
-    pub target: Address,
-    /// The draft service; without one every round is plain.
-    pub draft: Option<Address>,
+    /// The target services, 1 to 32. Those that serve the model of the first one that comes up share the sequences.
+    pub targets: Vec<Address>,
+    /// The draft services, at most 32; without one every round is plain.
+    pub drafts: Vec<Address>,
     /// Longest wait for a proposal when the gateway chooses the length, 1 ms to 60 s; a round that misses it
     /// is plain. A request that fixes its own draft waits at least [`GatewayOptions::EXACT_DEADLINE`].
     pub draft_deadline: Duration,
@@ -56,11 +58,15 @@ impl GatewayOptions {
 
     /// The defaults: 250 ms for a draft, 10 s for a target, 20 s for a stalled one, 3 tokens a round, 1,024 streams.
     #[must_use]
-    pub fn new(listen: Address, target: Address, draft: Option<Address>) -> Self {
+    pub fn new(
+        listen: Address,
+        targets: impl IntoIterator<Item = Address>,
+        drafts: impl IntoIterator<Item = Address>,
+    ) -> Self {
         Self {
             listen,
-            target,
-            draft,
+            targets: targets.into_iter().collect(),
+            drafts: drafts.into_iter().collect(),
             draft_deadline: Duration::from_millis(250),
             target_timeout: Duration::from_secs(10),
             stall_limit: Duration::from_secs(20),
@@ -72,6 +78,10 @@ impl GatewayOptions {
     }
 
     pub(crate) fn validate(&self) -> Result<(), OptionError> {
+        range("number of targets", self.targets.len(), 1..=MAX_PEERS)?;
+        range("number of drafts", self.drafts.len(), 0..=MAX_PEERS)?;
+        distinct("targets", &self.targets)?;
+        distinct("drafts", &self.drafts)?;
         range("draft_deadline", self.draft_deadline, SHORTEST..=LONGEST_DRAFT)?;
         range("target_timeout", self.target_timeout, SHORTEST..=LONGEST_TARGET)?;
         range("stall_limit", self.stall_limit, SHORTEST..=LONGEST_TARGET)?;
@@ -92,13 +102,26 @@ fn range<T: PartialOrd + Debug>(
     Err(OptionError { field, limit: format!("{allowed:?}"), given: format!("{given:?}") })
 }
 
+fn distinct(field: &'static str, given: &[Address]) -> Result<(), OptionError> {
+    match given.iter().enumerate().find(|(i, address)| given[..*i].contains(address)) {
+        Some((_, twice)) => {
+            let (limit, given) = ("distinct addresses".to_owned(), format!("{twice} twice"));
+            Err(OptionError { field, limit, given })
+        }
+        None => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn at(name: impl ToString) -> Address {
+        Address::Unix(name.to_string().into())
+    }
+
     fn options() -> GatewayOptions {
-        let at = |name: &str| Address::Unix(name.into());
-        GatewayOptions::new(at("gateway"), at("target"), Some(at("draft")))
+        GatewayOptions::new(at("gateway"), [at("target")], [at("draft")])
     }
 
     #[test]
@@ -121,6 +144,18 @@ mod tests {
             (
                 GatewayOptions { stall_limit: Duration::from_secs(3601), ..options() },
                 "stall_limit: must be 1ms..=3600s, given 3601s",
+            ),
+            (
+                GatewayOptions { targets: Vec::new(), ..options() },
+                "number of targets: must be 1..=32, given 0",
+            ),
+            (
+                GatewayOptions { drafts: (0..33).map(at).collect(), ..options() },
+                "number of drafts: must be 0..=32, given 33",
+            ),
+            (
+                GatewayOptions { targets: ["a", "b", "a"].map(at).into(), ..options() },
+                "targets: must be distinct addresses, given unix:a twice",
             ),
             (GatewayOptions { default_k: 64, ..options() }, "default_k: must be 0..=63, given 64"),
             (GatewayOptions { max_streams: 0, ..options() }, "max_streams: must be 1..=1000000, given 0"),

@@ -33,6 +33,16 @@ impl Plan {
         matches!(self, Self::Chain(_) | Self::Tree(_))
     }
 
+    /// Tokens that a draft must be able to propose in a round to be of use.
+    pub(crate) fn least(self) -> u32 {
+        match self {
+            Self::Off => 0,
+            Self::Auto => 1,
+            Self::Chain(k) => k,
+            Self::Tree(shape) => Ask::Tree(shape).tokens() as u32,
+        }
+    }
+
     /// How long a proposal may take; an exact plan would rather wait than change the round.
     pub(crate) fn deadline(self, auto: Duration) -> Duration {
         if self.is_exact() { auto.max(crate::GatewayOptions::EXACT_DEADLINE) } else { auto }

@@ -7,19 +7,18 @@ use std::time::Duration;
 use eyrie_speculation::Proposal;
 use eyrie_wire::v1::draft_item::Op as DraftOp;
 use eyrie_wire::v1::target_item::Op;
-use eyrie_wire::v1::target_out::Body;
-use eyrie_wire::v1::{Close, FetchFeatures, GenerateChunk, ItemError, Open, Started};
-use eyrie_wire::{Reason, refuse, status_of};
+use eyrie_wire::v1::{GenerateChunk, Open, Started};
+use eyrie_wire::{Reason, reason_of, refuse};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
-use tonic::Status;
+use tonic::{Code, Status};
 
 use crate::draft_side::Heard;
 use crate::gateway::Gateway;
-use crate::link::{DraftPeer, Link, Route, TargetPeer, TargetReady};
 use crate::output::Output;
 use crate::policy::{self, Ask, Plan};
-use crate::round::{Commit, Rounds};
+use crate::round::Commit;
+use crate::sequence::{Halt, Sequence};
 use crate::stats::add;
 use crate::validate::Admitted;
 
@@ -28,19 +27,6 @@ const MAX_FRUITLESS: u32 = 5;
 /// Pauses between attempts to open a sequence at a target that takes none just now.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
-
-/// Why a sequence at the target ended before the request did.
-#[derive(Debug)]
-enum Halt {
-    /// The sequence is lost but the request can go on with another one.
-    Lost(String),
-    /// The target takes no sequences now; it may in a moment.
-    Refused(Status),
-    /// The request ends with this.
-    Fatal(Status),
-    /// Nobody reads the reply any more.
-    ClientGone,
-}
 
 /// How the request ended; [`Session::run`] puts it into words.
 enum End {
@@ -60,14 +46,32 @@ pub(crate) struct Session {
     tokens: Vec<u32>,
     output: Output,
     chunks: mpsc::Sender<GenerateChunk>,
+    /// It waits for a target to come up.
+    waits: bool,
 }
 
-/// The request's sequence at one boot of the target.
-struct Sequence {
-    rounds: Rounds,
-    context: u32,
-    target: Route<TargetPeer>,
-    draft: Option<Route<DraftPeer>>,
+/// The targets that have refused a sequence since it was last tried everywhere.
+#[derive(Debug)]
+struct Refusals {
+    by: Vec<usize>,
+    why: Option<Status>,
+    /// Before it is tried everywhere again.
+    pause: Duration,
+}
+
+impl Refusals {
+    fn none() -> Self {
+        Self { by: Vec::new(), why: None, pause: FIRST_PAUSE }
+    }
+
+    /// Of several reasons the one that passes is told.
+    fn note(&mut self, target: usize, why: Status) {
+        self.by.push(target);
+        let passes = |status: &Status| status.code() != Code::InvalidArgument;
+        if self.why.as_ref().is_none_or(|known| !passes(known)) {
+            self.why = Some(why);
+        }
+    }
 }
 
 impl Session {
@@ -79,7 +83,7 @@ impl Session {
         chunks: mpsc::Sender<GenerateChunk>,
     ) -> Self {
         let tokens = request.prompt.clone();
-        Self { gateway, request, fingerprint, tokens, output, chunks }
+        Self { gateway, request, fingerprint, tokens, output, chunks, waits: false }
     }
 
     /// Runs the request to its end.
@@ -100,7 +104,9 @@ impl Session {
                 Ok(()) => End::Done(Ok(())),
                 Err(Halt::ClientGone) => End::ClientGone,
                 Err(Halt::Fatal(status) | Halt::Refused(status)) => End::Done(Err(status)),
-                Err(Halt::Lost(why)) => End::Done(Err(refuse(Reason::Unreachable, why))),
+                Err(Halt::Lost(why)) => {
+                    End::Done(Err(refuse(Reason::Unreachable, why)))
+                }
             },
             () = client.closed() => End::ClientGone,
             () = overdue => End::Deadline,
@@ -120,6 +126,7 @@ impl Session {
                 tracing::info!(id, tokens, "the client left");
                 return Ok(());
             }
+            End::Deadline if self.waits => Err(self.gateway.pool.unavailable()),
             End::Deadline => {
                 Err(refuse(Reason::Deadline, format!("the deadline passed after {tokens} tokens")))
             }
@@ -156,6 +163,8 @@ impl Session {
             let why = match self.live().await {
                 Ok(()) => return Ok(()),
                 Err(Halt::Lost(why)) => why,
+                // Opening has its own patience; here a target that takes no more rounds has lost the sequence.
+                Err(Halt::Refused(status)) => status.message().to_owned(),
                 Err(halt) => return Err(halt),
             };
             fruitless = if self.tokens.len() > before { 0 } else { fruitless + 1 };
@@ -177,61 +186,64 @@ impl Session {
         Ok(())
     }
 
-    /// A sequence with its first token. A target that takes none just now is a target that is away.
+    /// A sequence with its first token, at the first target that takes it.
     async fn opened(&mut self) -> Result<Sequence, Halt> {
         let until = Instant::now() + self.gateway.options.target_timeout;
-        let mut pause = FIRST_PAUSE;
+        let mut refusals = Refusals::none();
         loop {
-            let (ready, target) = self.target(until).await?;
-            let card = &ready.served.card;
-            let rounds = Rounds::opening(self.tokens.clone(), card.vocab_size);
-            let mut seq = Sequence { rounds, context: card.context_length, target, draft: None };
-            match self.open(&mut seq, !card.aux_layers.is_empty()).await {
+            let Some(place) = self.gateway.pool.place(&self.fingerprint, &refusals.by) else {
+                self.wait(&mut refusals, until).await.map_err(Halt::Fatal)?;
+                continue;
+            };
+            let (index, member) = (place.index, Arc::clone(&place.member));
+            let mut seq = Sequence::at(place, self.tokens.clone());
+            match self.open(&mut seq).await {
                 Ok(()) => return Ok(seq),
-                Err(Halt::Refused(status)) if self.waits_out(&status) && Instant::now() + pause < until => {
-                    let id = &self.request.request_id;
-                    tracing::info!(id, "the target takes no sequence now: {}", status.message());
+                Err(Halt::Refused(status)) => {
+                    if reason_of(&status).as_deref() == Some(Reason::Draining.as_str()) {
+                        member.link.draining();
+                    }
+                    refusals.note(index, status);
                 }
                 Err(halt) => return Err(halt),
             }
-            drop(seq);
-            sleep(pause).await;
-            pause = (pause * 2).min(LAST_PAUSE);
         }
     }
 
-    /// A busy target sheds new requests, but must not lose one that it or its predecessor has begun.
-    fn waits_out(&self, refusal: &Status) -> bool {
-        refusal.code() != Reason::Busy.code() || self.generated() > 0
-    }
-
-    /// A registered sequence at a target that is up and serves the model of this request.
-    async fn target(&self, until: Instant) -> Result<(TargetReady, Route<TargetPeer>), Halt> {
-        loop {
-            let ready = self.gateway.target_up(until).await.map_err(Halt::Fatal)?;
-            let fingerprint = &ready.served.card.fingerprint;
-            if *fingerprint != self.fingerprint {
-                let line = format!(
-                    "the target came back with model {fingerprint}, the request began with {}",
-                    self.fingerprint
-                );
-                return Err(Halt::Fatal(refuse(Reason::StaleEpoch, line)));
-            }
-            if let Some(route) = self.gateway.target.register() {
-                return Ok((ready, route));
-            }
-            // Between the state and the registration the stream broke; the state follows at once.
+    /// Waits until it is worth trying every target again.
+    async fn wait(&mut self, refusals: &mut Refusals, until: Instant) -> Result<(), Status> {
+        refusals.by.clear();
+        let Some(status) = refusals.why.take() else {
+            self.waits = true;
+            self.gateway.pool.wait(&self.fingerprint, until).await?;
+            self.waits = false;
+            // Where the stream broke between the state and the registration, the state follows at once.
             tokio::task::yield_now().await;
+            return Ok(());
+        };
+        let pause = refusals.pause;
+        if !self.waits_out(&status) || Instant::now() + pause >= until {
+            return Err(status);
         }
+        let id = &self.request.request_id;
+        tracing::info!(id, "no target takes the sequence now: {}", status.message());
+        sleep(pause).await;
+        refusals.pause = (pause * 2).min(LAST_PAUSE);
+        Ok(())
     }
 
-    async fn open(&mut self, seq: &mut Sequence, captured: bool) -> Result<(), Halt> {
+    /// Busy targets shed new requests, but must not lose one that was begun.
+    fn waits_out(&self, refusal: &Status) -> bool {
+        refusal.code() == Code::Unavailable || self.generated() > 0
+    }
+
+    async fn open(&mut self, seq: &mut Sequence) -> Result<(), Halt> {
         let open = Open {
             tokens: self.tokens.clone(),
             generated: self.generated(),
             sampling: Some(self.request.sampling),
             limits: Some(self.request.limits.clone()),
-            features: captured && self.request.plan.speculates() && self.gateway.draft.is_some(),
+            features: seq.captured && self.plan().speculates(),
             priority: self.request.priority,
         };
         seq.ask_target(Op::Open(open)).await?;
@@ -248,14 +260,12 @@ impl Session {
 
     /// Hands finished prompt chunks to the draft without waiting for it.
     fn ingest(&self, seq: &mut Sequence) {
-        let Some(link) = &self.gateway.draft else { return };
-        if !link.is_up() {
+        if !seq.take_seat(self.request.plan.least(), &self.gateway.stats) {
             return;
         }
-        seq.take_seat(link);
-        if let (Some(propose), Some(draft)) = (seq.rounds.ingest(), &seq.draft) {
+        if let (Some(propose), Some(seat)) = (seq.rounds.ingest(), &seq.seat) {
             // What is not taken now is asked for by the draft later.
-            let _ = draft.try_send(DraftOp::Propose(propose));
+            let _ = seat.route.try_send(DraftOp::Propose(propose));
         }
     }
 
@@ -265,7 +275,11 @@ impl Session {
         let remaining = self.request.limits.max_tokens.saturating_sub(self.generated());
         let at = seq.rounds.standing(remaining, seq.context);
         let plan = self.plan();
-        let ask = policy::ask(plan, at, self.gateway.default_k());
+        if plan.speculates() {
+            seq.take_seat(plan.least(), &self.gateway.stats);
+        }
+        let limit = seq.seat.as_ref().map(|seat| seat.limit);
+        let ask = policy::ask(plan, at, self.gateway.default_k(limit));
         let proposal = match ask {
             Some(ask) => self.proposal(seq, ask).await?.unwrap_or_default(),
             None => Proposal::empty(),
@@ -301,25 +315,19 @@ impl Session {
             if let Ok(heard) = timeout(limit, seq.hear_target()).await {
                 return heard;
             }
-            let why = match self.gateway.target_load().await {
+            let why = match seq.member.load().await {
                 Ok(load) if steps.replace(load.steps) != Some(load.steps) => continue,
-                Ok(load) if load.waiting > 0 && seq.rounds.is_opening() && self.target_replies().await => {
+                Ok(load)
+                    if load.waiting > 0 && seq.rounds.is_opening() && seq.member.replies(limit).await =>
+                {
                     continue;
                 }
                 Ok(_) => format!("the target computed nothing for {limit:?} while a reply was due"),
                 Err(status) => status.message().to_owned(),
             };
-            self.gateway.target.suspect();
+            seq.member.link.suspect();
             return Err(Halt::Lost(why));
         }
-    }
-
-    /// Whether the target's engine takes items and answers them: closing a sequence that nobody opened does nothing
-    /// else, and Load is answered without the engine.
-    async fn target_replies(&self) -> bool {
-        let Some(mut nobody) = self.gateway.target.register() else { return false };
-        let asked = nobody.send(Op::Close(Close {})).await.is_ok();
-        asked && matches!(timeout(self.gateway.options.stall_limit, nobody.recv()).await, Ok(Some(_)))
     }
 
     /// Tokens generated so far, held-back ones included.
@@ -329,15 +337,12 @@ impl Session {
 
     /// The request's plan, or plain decoding where no draft is configured at all.
     fn plan(&self) -> Plan {
-        match self.gateway.draft {
-            Some(_) => self.request.plan,
-            None => Plan::Off,
-        }
+        if self.gateway.options.drafts.is_empty() { Plan::Off } else { self.request.plan }
     }
 
     /// The request names a draft where none is configured.
     fn misses_its_draft(&self) -> bool {
-        self.gateway.draft.is_none() && self.request.plan.is_exact()
+        self.gateway.options.drafts.is_empty() && self.request.plan.is_exact()
     }
 
     /// A proposal for the next round, if there is one in time. An exact plan gives a draft that lacks
@@ -356,26 +361,24 @@ impl Session {
 
     /// Asks the draft once.
     async fn propose(&mut self, seq: &mut Sequence, ask: Ask, until: Instant) -> Option<Proposal> {
-        let link = self.gateway.draft.as_ref()?;
-        if !link.is_up() {
+        if !seq.take_seat(ask.tokens() as u32, &self.gateway.stats) {
             return None;
         }
-        seq.take_seat(link);
         let next = seq.rounds.next();
-        let Sequence { rounds, draft, .. } = seq;
-        let draft = draft.as_mut()?;
-        while let Some(late) = draft.try_recv() {
+        let Sequence { rounds, member, seat, .. } = seq;
+        let seat = seat.as_mut()?;
+        while let Some(late) = seat.route.try_recv() {
             rounds.draft.overhear(late, next);
         }
         if !rounds.draft.ready() {
             return None;
         }
-        draft.try_send(DraftOp::Propose(rounds.propose(ask))).ok()?;
+        seat.route.try_send(DraftOp::Propose(rounds.propose(ask))).ok()?;
         loop {
-            let Ok(out) = timeout_at(until, draft.recv()).await else {
+            let Ok(out) = timeout_at(until, seat.route.recv()).await else {
                 add(&self.gateway.stats.draft_deadlines, 1);
                 rounds.draft.missed(next.0);
-                link.suspect();
+                member.suspect(seat);
                 return None;
             };
             let vocab = rounds.vocab();
@@ -401,95 +404,5 @@ impl Session {
             self.chunks.send(chunk).await.map_err(|_| Halt::ClientGone)?;
         }
         Ok(())
-    }
-}
-
-impl Sequence {
-    /// A place at the draft's current stream.
-    fn take_seat(&mut self, link: &Link<DraftPeer>) {
-        if self.draft.as_ref().is_some_and(Route::is_broken) {
-            self.draft = None;
-        }
-        if self.draft.is_none() {
-            self.draft = link.register();
-            self.rounds.draft.joined();
-        }
-    }
-
-    /// Asks the target for rows that the draft lacks.
-    async fn fetch(&mut self) -> Result<(), Halt> {
-        match self.rounds.draft.fetch() {
-            Some(from) => self.ask_target(Op::FetchFeatures(FetchFeatures { from })).await,
-            None => Ok(()),
-        }
-    }
-
-    /// Fetches what the draft lacks and waits for it, at most until `until`.
-    async fn heal(&mut self, until: Instant) -> Result<(), Halt> {
-        self.fetch().await?;
-        while self.rounds.draft.is_healing() {
-            let Ok(heard) = timeout_at(until, self.hear_target()).await else { return Ok(()) };
-            heard?;
-        }
-        Ok(())
-    }
-
-    async fn ask_target(&self, op: Op) -> Result<(), Halt> {
-        let stopping = |_| Halt::Lost("the gateway stops".to_owned());
-        self.target.send(op).await.map_err(stopping)
-    }
-
-    /// The next reply; `None` if it was no commit.
-    async fn hear_target(&mut self) -> Result<Option<Commit>, Halt> {
-        let Some(out) = self.target.recv().await else {
-            return Err(Halt::Lost("the stream to the target broke".to_owned()));
-        };
-        self.take_in(out.body)
-    }
-
-    /// Takes in what the target said between rounds.
-    fn catch_up(&mut self) -> Result<(), Halt> {
-        while let Some(out) = self.target.try_recv() {
-            self.take_in(out.body)?;
-        }
-        Ok(())
-    }
-
-    fn take_in(&mut self, body: Option<Body>) -> Result<Option<Commit>, Halt> {
-        match body {
-            Some(Body::Committed(committed)) => {
-                let commit = self.rounds.committed(committed);
-                commit.map(Some).map_err(|e| Halt::Fatal(refuse(Reason::Internal, e.to_string())))
-            }
-            Some(Body::Features(features)) => {
-                self.rounds.draft.features(features);
-                Ok(None)
-            }
-            Some(Body::Error(error)) => match halt(&error) {
-                // The target answers in order and a fetch is asked before the round it goes with: this is its answer.
-                // The draft only makes things faster, so a fetch that fails must not end the request.
-                Halt::Fatal(why) | Halt::Refused(why) if self.rounds.draft.fetch_failed() => {
-                    tracing::warn!("rows for the draft cannot be had: {}", why.message());
-                    Ok(None)
-                }
-                halt => Err(halt),
-            },
-            Some(Body::Closed(_)) | None => Ok(None),
-        }
-    }
-}
-
-/// An error about where the sequence stands is mended by opening it again, one about the target's own state
-/// by time; any other is the client's.
-fn halt(error: &ItemError) -> Halt {
-    let lost = [Reason::BaseLen, Reason::UnknownSeq, Reason::DuplicateSeq, Reason::StaleEpoch];
-    let passing = [Reason::Busy, Reason::Loading, Reason::Draining, Reason::Unreachable];
-    let is_one_of = |reasons: &[Reason]| reasons.iter().any(|reason| reason.as_str() == error.reason);
-    if is_one_of(&lost) {
-        Halt::Lost(error.message.clone())
-    } else if is_one_of(&passing) {
-        Halt::Refused(status_of(error))
-    } else {
-        Halt::Fatal(status_of(error))
     }
 }

@@ -110,7 +110,7 @@ impl Reason {
             Self::Busy => ("BUSY", Code::ResourceExhausted, Some(100)),
             Self::Loading => ("LOADING", Code::Unavailable, Some(1000)),
             Self::Draining => ("DRAINING", Code::Unavailable, Some(1000)),
-            Self::Unreachable => ("UNREACHABLE", Code::Unavailable, Some(500)),
+            Self::Unreachable => ("UNREACHABLE", Code::Unavailable, Some(1000)),
             Self::Replaced => ("REPLACED", Code::Aborted, None),
             Self::Deadline => ("DEADLINE", Code::DeadlineExceeded, None),
             Self::Unsupported => ("UNSUPPORTED", Code::Unimplemented, None),

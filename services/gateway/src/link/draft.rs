@@ -24,24 +24,30 @@ pub(crate) struct DraftReady {
     pub(crate) lease: Arc<TargetLease>,
 }
 
-/// How the draft is reached.
+/// How the draft is reached, for the sequences of one target.
 #[derive(Debug)]
 pub(crate) struct DraftPeer {
     address: Address,
     boot_id: u64,
+    target_address: Address,
     target: watch::Receiver<State<TargetReady>>,
 }
 
 impl DraftPeer {
-    pub(crate) fn new(address: Address, boot_id: u64, target: watch::Receiver<State<TargetReady>>) -> Self {
-        Self { address, boot_id, target }
+    pub(crate) fn new(
+        address: Address,
+        boot_id: u64,
+        target_address: Address,
+        target: watch::Receiver<State<TargetReady>>,
+    ) -> Self {
+        Self { address, boot_id, target_address, target }
     }
 
-    /// The target's epoch and fingerprint, once it is up.
+    /// The target's epoch and fingerprint, once it is connected.
     async fn attached_to(&self) -> Result<(u64, String), Status> {
         let mut target = self.target.clone();
-        let up = target.wait_for(|state| state.up().is_some()).await;
-        let ready = up.ok().and_then(|state| state.up().cloned());
+        let up = target.wait_for(|state| state.connected().is_some()).await;
+        let ready = up.ok().and_then(|state| state.connected().cloned());
         let ready = ready.ok_or_else(|| refuse(Reason::Draining, "the gateway stops"))?;
         Ok((ready.epoch, ready.served.card.fingerprint.clone()))
     }
@@ -78,6 +84,10 @@ impl Peer for DraftPeer {
     type Reply = DraftReply;
     type Ready = DraftReady;
 
+    fn name(&self) -> String {
+        format!("draft {} of target {}", self.address, self.target_address)
+    }
+
     async fn connect(&self) -> Result<Connection<Self>, Status> {
         let (epoch, fingerprint) = self.attached_to().await?;
         let channel = eyrie_wire::connect(&self.address).await?;
@@ -101,7 +111,8 @@ impl Peer for DraftPeer {
     async fn obsolete(&self, ready: &DraftReady) -> String {
         let mut target = self.target.clone();
         let epoch = ready.lease.epoch;
-        let moved_on = |state: &State<TargetReady>| state.up().is_some_and(|target| target.epoch != epoch);
+        let moved_on =
+            |state: &State<TargetReady>| state.connected().is_some_and(|target| target.epoch != epoch);
         match target.wait_for(moved_on).await {
             Ok(_) => "the target has restarted".to_owned(),
             Err(_) => "the gateway stops".to_owned(),

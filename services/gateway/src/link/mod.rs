@@ -17,7 +17,7 @@ use tokio::sync::{Notify, mpsc, watch};
 
 pub(crate) use draft::DraftPeer;
 pub(crate) use peer::Peer;
-pub(crate) use target::{TargetPeer, TargetReady, target_load};
+pub(crate) use target::{TargetPeer, TargetReady, load_of, target_load};
 
 /// Items of all sessions that wait for the next frame.
 const QUEUE: usize = 1024;
@@ -39,14 +39,24 @@ pub(crate) enum State<R> {
     Suspect(R),
     /// A stream that answers.
     Up(R),
+    /// A stream that answers, of a peer that lets its sequences end and takes no new one.
+    Draining(R),
 }
 
 impl<R> State<R> {
-    /// What the peer said of itself, while it answers.
+    /// What the peer said of itself, while it answers and takes sequences.
     pub(crate) fn up(&self) -> Option<&R> {
         match self {
             Self::Up(ready) => Some(ready),
-            Self::Down(_) | Self::Suspect(_) => None,
+            Self::Down(_) | Self::Suspect(_) | Self::Draining(_) => None,
+        }
+    }
+
+    /// What the peer said of itself, while there is a stream.
+    pub(crate) fn connected(&self) -> Option<&R> {
+        match self {
+            Self::Up(ready) | Self::Suspect(ready) | Self::Draining(ready) => Some(ready),
+            Self::Down(_) => None,
         }
     }
 }
@@ -57,6 +67,8 @@ pub(crate) struct Link<P: Peer> {
 }
 
 struct Shared<P: Peer> {
+    /// For logs.
+    name: String,
     table: Mutex<Table<P>>,
     queue: mpsc::Sender<P::Item>,
     closes: Notify,
@@ -92,12 +104,12 @@ impl<P: Peer> Link<P> {
     /// Starts the link's task on `drain`; it ends with [`Drain::stop`].
     pub(crate) fn spawn(peer: P, drain: &Drain) -> Self {
         let (queue, items) = mpsc::channel(QUEUE);
-        let link = Self::over(queue);
+        let link = Self::over(queue, peer.name());
         drain.spawn(pump::run(Arc::clone(&link.shared), peer, items, drain.clone()));
         link
     }
 
-    fn over(queue: mpsc::Sender<P::Item>) -> Self {
+    fn over(queue: mpsc::Sender<P::Item>, name: String) -> Self {
         let (state, _) = watch::channel(State::Down(format!("connecting to the {}", P::NAME).into()));
         let table = Mutex::new(Table {
             up: false,
@@ -106,7 +118,7 @@ impl<P: Peer> Link<P> {
             closed: VecDeque::new(),
         });
         let next_seq = AtomicU64::new(1);
-        let shared = Arc::new(Shared { table, queue, closes: Notify::new(), state, next_seq });
+        let shared = Arc::new(Shared { name, table, queue, closes: Notify::new(), state, next_seq });
         Self { shared }
     }
 
@@ -121,6 +133,11 @@ impl<P: Peer> Link<P> {
     /// Whether the peer answers.
     pub(crate) fn is_up(&self) -> bool {
         self.shared.state.borrow().up().is_some()
+    }
+
+    /// Sequences on the current stream.
+    pub(crate) fn sequences(&self) -> usize {
+        self.shared.table.lock().routes.len()
     }
 
     /// A new sequence on the current stream; `None` while there is no stream.
@@ -140,11 +157,26 @@ impl<P: Peer> Link<P> {
     pub(crate) fn suspect(&self) {
         self.shared.state.send_if_modified(|state| match state {
             State::Up(ready) => {
-                tracing::warn!(peer = P::NAME, "missed its deadline: not asked again until it answers");
+                tracing::warn!(
+                    peer = self.shared.name,
+                    "missed its deadline: not asked again until it answers"
+                );
                 *state = State::Suspect(ready.clone());
                 true
             }
-            State::Suspect(_) | State::Down(_) => false,
+            State::Suspect(_) | State::Draining(_) | State::Down(_) => false,
+        });
+    }
+
+    /// Marks a peer that drains, which it does until its stream ends.
+    pub(crate) fn draining(&self) {
+        self.shared.state.send_if_modified(|state| match state {
+            State::Up(ready) | State::Suspect(ready) => {
+                tracing::info!(peer = self.shared.name, "drains: no new sequences");
+                *state = State::Draining(ready.clone());
+                true
+            }
+            State::Draining(_) | State::Down(_) => false,
         });
     }
 }

@@ -27,6 +27,9 @@ pub(crate) trait Peer: Send + Sync + Sized + 'static {
     /// What is known once the stream is up.
     type Ready: Clone + Send + Sync + 'static;
 
+    /// Which one it is, for logs.
+    fn name(&self) -> String;
+
     /// Makes the stream, both Hellos exchanged.
     fn connect(&self) -> impl Future<Output = Result<Connection<Self>, Status>> + Send;
 

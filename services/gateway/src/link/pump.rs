@@ -140,7 +140,7 @@ impl<P: Peer> Shared<P> {
         table.closing.extend(again);
         drop(table);
         self.closes.notify_one();
-        tracing::info!(peer = P::NAME, "connected");
+        tracing::info!(peer = self.name, "connected");
         self.state.send_replace(State::Up(ready));
     }
 
@@ -158,7 +158,7 @@ impl<P: Peer> Shared<P> {
             if matches!(state, State::Down(known) if &**known == why) {
                 return false;
             }
-            tracing::warn!(peer = P::NAME, "not connected: {why}");
+            tracing::warn!(peer = self.name, "not connected: {why}");
             *state = State::Down(why.into());
             true
         });
@@ -167,18 +167,18 @@ impl<P: Peer> Shared<P> {
     fn deliver(&self, reply: P::Reply) {
         self.state.send_if_modified(|state| match state {
             State::Suspect(ready) => {
-                tracing::info!(peer = P::NAME, "answers again");
+                tracing::info!(peer = self.name, "answers again");
                 *state = State::Up(ready.clone());
                 true
             }
-            State::Up(_) | State::Down(_) => false,
+            State::Up(_) | State::Draining(_) | State::Down(_) => false,
         });
         let mut table = self.table.lock();
         for out in P::outs(reply) {
             let seq = P::out_seq(&out);
             let sent = table.routes.get(&seq).map(|route| route.try_send(out));
             if let Some(Err(TrySendError::Full(_))) = sent {
-                tracing::warn!(peer = P::NAME, seq, "sent more than a session may leave unread: cut off");
+                tracing::warn!(peer = self.name, seq, "sent more than a session may leave unread: cut off");
                 table.routes.remove(&seq);
             }
         }
@@ -223,7 +223,7 @@ mod tests {
 
     fn link() -> (Link<TargetPeer>, mpsc::Receiver<eyrie_wire::v1::TargetItem>) {
         let (queue, items) = mpsc::channel(QUEUE);
-        let link = Link::over(queue);
+        let link = Link::over(queue, "target".to_owned());
         link.shared.up(ready());
         (link, items)
     }

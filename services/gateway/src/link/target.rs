@@ -30,13 +30,17 @@ pub(crate) struct TargetReady {
 pub(crate) struct TargetPeer {
     address: Address,
     boot_id: u64,
-    /// A restart with the same files need not read them again.
-    last: Mutex<Option<Arc<Served>>>,
+    /// What any target served last: the same files need not be read again, nor held twice.
+    last: Arc<Mutex<Option<Arc<Served>>>>,
 }
 
 impl TargetPeer {
-    pub(crate) fn new(address: Address, boot_id: u64) -> Self {
-        Self { address, boot_id, last: Mutex::new(None) }
+    pub(crate) fn new(address: Address, boot_id: u64, last: Arc<Mutex<Option<Arc<Served>>>>) -> Self {
+        Self { address, boot_id, last }
+    }
+
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
     }
 
     async fn served(
@@ -54,7 +58,11 @@ impl TargetPeer {
 /// How busy the target at `address` is, asked over a connection of its own: a stream that is stuck says nothing
 /// about its peer.
 pub(crate) async fn target_load(address: &Address) -> Result<LoadReport, Status> {
-    let mut client = TargetClient::new(eyrie_wire::connect(address).await?);
+    load_of(&mut TargetClient::new(eyrie_wire::connect(address).await?)).await
+}
+
+/// How busy the target of `client` is.
+pub(crate) async fn load_of(client: &mut TargetClient<Channel>) -> Result<LoadReport, Status> {
     let load = in_time("ask for the target's load", client.load(LoadRequest {})).await?;
     Ok(load.into_inner())
 }
@@ -67,6 +75,10 @@ impl Peer for TargetPeer {
     type Frame = TargetFrame;
     type Reply = TargetReply;
     type Ready = TargetReady;
+
+    fn name(&self) -> String {
+        format!("target {}", self.address)
+    }
 
     async fn connect(&self) -> Result<Connection<Self>, Status> {
         let channel = eyrie_wire::connect(&self.address).await?;

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use eyrie_wire::reason_of;
 use eyrie_wire::v1::generate_request::Prompt;
 use eyrie_wire::v1::{DetokenizeRequest, GenerateRequest, GetModelRequest, TokenizeRequest};
+use eyrie_wire::{reason_of, retry_after};
 use tokio_stream::StreamExt;
 use tonic::{Code, Request};
 use tonic_health::pb::HealthCheckRequest;
@@ -119,7 +119,8 @@ async fn a_timeout_is_kept_while_the_target_is_away_and_refused_when_it_is_none(
         within(world.client.clone().generate(request)).await.unwrap_err()
     };
     let late = asked("300m").await;
-    assert_eq!((late.code(), reason_of(&late).as_deref()), (Code::DeadlineExceeded, Some("DEADLINE")));
+    assert_eq!((late.code(), reason_of(&late).as_deref()), (Code::Unavailable, Some("UNREACHABLE")));
+    assert_eq!(retry_after(&late), Some(Duration::from_secs(1)));
     assert!(late.message().contains("target.sock"), "{}", late.message());
     let bad = asked("soon").await;
     assert_eq!((bad.code(), reason_of(&bad).as_deref()), (Code::InvalidArgument, Some("INVALID_ARGUMENT")));
@@ -255,7 +256,7 @@ async fn the_model_tells_why_it_does_not_speculate() {
     drop(target);
     let dir = tempfile::tempdir().unwrap();
     let _target = FakeTarget::start(&socket(&dir, "target"), 7).await;
-    let world = World::start(dir, |o| o.draft = None).await;
+    let world = World::start(dir, |o| o.drafts.clear()).await;
     let model = world.client.clone().get_model(GetModelRequest {}).await.unwrap().into_inner();
     assert_eq!(model.not_speculating_because, "no draft is configured");
 }

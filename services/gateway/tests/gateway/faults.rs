@@ -367,7 +367,7 @@ async fn a_sequence_that_waits_for_pages_of_a_hung_engine_is_not_left_waiting() 
 
 #[tokio::test]
 async fn a_running_request_waits_out_a_target_that_takes_none_now() {
-    for reason in [Reason::Busy, Reason::Loading, Reason::Draining] {
+    for reason in [Reason::Busy, Reason::Loading, Reason::KvCapacity] {
         let (world, target, _draft) = world().await;
         target.hold();
         target.allow(3);

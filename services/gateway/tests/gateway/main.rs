@@ -5,4 +5,5 @@
 mod client;
 mod fake;
 mod faults;
+mod pools;
 mod replies;

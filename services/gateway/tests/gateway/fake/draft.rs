@@ -56,6 +56,7 @@ struct Inner {
     closes: Events<u64>,
     streams: Events<u64>,
     fingerprint: Mutex<String>,
+    limit: u32,
 }
 
 /// A running fake draft; it knows the same arithmetic as the target.
@@ -66,8 +67,14 @@ pub(crate) struct FakeDraft {
 
 impl FakeDraft {
     pub(crate) async fn start(address: &Address, epoch: u64, rule: Rule) -> Self {
+        Self::start_limited(address, epoch, rule, 16).await
+    }
+
+    /// One that proposes at most `limit` tokens.
+    pub(crate) async fn start_limited(address: &Address, epoch: u64, rule: Rule, limit: u32) -> Self {
         let inner = Arc::new(Inner {
             epoch,
+            limit,
             seed: 5,
             rule,
             mood: watch::channel(Mood::Fine).0,
@@ -208,7 +215,7 @@ impl Draft for Service {
         };
         Ok(Response::new(DraftCard {
             name: "echo".into(),
-            max_draft_tokens: 16,
+            max_draft_tokens: self.0.limit,
             targets: vec![lease],
             ..Default::default()
         }))

@@ -15,7 +15,10 @@ use eyrie_gateway::GatewayOptions;
 use eyrie_service::Drain;
 use eyrie_wire::v1::generate_request::Prompt;
 use eyrie_wire::v1::generation_client::GenerationClient;
-use eyrie_wire::v1::{GenerateChunk, GenerateReply, GenerateRequest, Speculation, TokenIds};
+use eyrie_wire::v1::peer::{Role, State};
+use eyrie_wire::v1::{
+    GenerateChunk, GenerateReply, GenerateRequest, GetModelRequest, Peer, Speculation, TokenIds,
+};
 use eyrie_wire::{Address, Listener};
 use tokio_stream::StreamExt;
 use tonic::Status;
@@ -58,7 +61,7 @@ pub(crate) struct World {
 impl World {
     pub(crate) async fn start(dir: tempfile::TempDir, adjust: impl FnOnce(&mut GatewayOptions)) -> Self {
         let mut options =
-            GatewayOptions::new(socket(&dir, "gateway"), socket(&dir, "target"), Some(socket(&dir, "draft")));
+            GatewayOptions::new(socket(&dir, "gateway"), [socket(&dir, "target")], [socket(&dir, "draft")]);
         options.draft_deadline = PATIENCE;
         adjust(&mut options);
         let (ready, listening) = tokio::sync::oneshot::channel();
@@ -87,11 +90,27 @@ impl World {
         GenerationClient::new(eyrie_wire::connect(&self.address).await.unwrap())
     }
 
+    /// Every peer as GetModel tells it.
+    pub(crate) async fn peers(&self) -> Vec<Peer> {
+        self.client.clone().get_model(GetModelRequest {}).await.unwrap().into_inner().peers
+    }
+
+    /// Waits until as many peers stand so, pairs of a target and a draft counted each.
+    pub(crate) async fn until_peers(&self, count: usize, role: Role, state: State) {
+        within(async {
+            let stands = |peer: &Peer| (peer.role(), peer.state()) == (role, state);
+            while self.peers().await.iter().filter(|peer| stands(peer)).count() != count {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+    }
+
     /// Waits until GetModel says whether it speculates.
     pub(crate) async fn speculating(&self, want: bool) {
         within(async {
             loop {
-                let model = self.client.clone().get_model(eyrie_wire::v1::GetModelRequest {}).await;
+                let model = self.client.clone().get_model(GetModelRequest {}).await;
                 if model.is_ok_and(|model| model.into_inner().speculating == want) {
                     return;
                 }

@@ -1,0 +1,75 @@
+//! The command lines of the services.
+
+use std::path::Path;
+
+use anyhow::Context;
+use clap::ValueEnum;
+use eyrie_wire::Address;
+
+use crate::args::ModelArgs;
+use crate::doctor;
+
+/// A target, which captures what `draft` needs.
+pub(super) fn target(
+    models: &ModelArgs,
+    dir: &Path,
+    draft: Option<&Path>,
+    listen: &Address,
+) -> anyhow::Result<Vec<String>> {
+    let mut args = vec!["target".to_owned(), "--model".to_owned(), path_arg(dir)];
+    args.extend(["--listen".to_owned(), listen.to_string()]);
+    if let Some(draft) = draft {
+        let ids = doctor::capture_set(dir, draft, models.aux_convention)?;
+        args.extend([
+            "--aux-layers".to_owned(),
+            ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
+        ]);
+    }
+    let numbers = [
+        ("--threads", models.threads),
+        ("--kv-tokens", models.kv_tokens),
+        ("--prefill-chunk", models.prefill_chunk),
+    ];
+    for (name, value) in numbers {
+        if let Some(value) = value {
+            args.extend([name.to_owned(), value.to_string()]);
+        }
+    }
+    Ok(args)
+}
+
+/// A draft of `target`.
+pub(super) fn draft(models: &ModelArgs, dir: &Path, listen: &Address, target: &Address) -> Vec<String> {
+    let mut args = vec!["draft".to_owned(), "--model".to_owned(), path_arg(dir)];
+    args.extend(["--listen".to_owned(), listen.to_string(), "--target".to_owned(), target.to_string()]);
+    if let Some(threads) = models.threads {
+        args.extend(["--threads".to_owned(), threads.to_string()]);
+    }
+    if let Some(meaning) = models.aux_convention.and_then(|m| m.to_possible_value()) {
+        args.extend(["--aux-convention".to_owned(), meaning.get_name().to_owned()]);
+    }
+    args
+}
+
+/// A gateway over all of them.
+pub(super) fn gateway(listen: &Address, targets: &[Address], drafts: &[Address]) -> Vec<String> {
+    let mut args = vec!["gateway".to_owned(), "--listen".to_owned(), listen.to_string()];
+    let named = [("--target", targets), ("--draft", drafts)];
+    for (name, address) in named.iter().flat_map(|(name, all)| all.iter().map(move |a| (name, a))) {
+        args.extend([(*name).to_owned(), address.to_string()]);
+    }
+    args
+}
+
+/// An address to listen on: as given if nobody is there, with a port that was free a moment ago for port 0.
+pub(super) fn free_address(listen: &Address) -> anyhow::Result<Address> {
+    let Address::Tcp(host_port) = listen else { return Ok(listen.clone()) };
+    let socket =
+        std::net::TcpListener::bind(host_port).with_context(|| format!("cannot listen on {listen}"))?;
+    let (host, _) = host_port.rsplit_once(':').context("an address without a port")?;
+    Ok(Address::Tcp(format!("{host}:{}", socket.local_addr()?.port())))
+}
+
+fn path_arg(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}

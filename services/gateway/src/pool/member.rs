@@ -1,0 +1,139 @@
+//! One target with the drafts that may serve its sequences.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use eyrie_service::Drain;
+use eyrie_wire::Address;
+use eyrie_wire::v1::target_client::TargetClient;
+use eyrie_wire::v1::target_item::Op;
+use eyrie_wire::v1::{Close, LoadReport};
+use parking_lot::Mutex;
+use tokio::time::{sleep, timeout};
+use tonic::Status;
+
+use crate::link::{DraftPeer, Link, Route, TargetPeer, TargetReady, load_of, target_load};
+
+/// How often a target is asked how busy it is.
+const LOAD_PERIOD: Duration = Duration::from_secs(1);
+
+/// One target and a link to every draft for its sequences.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) address: Address,
+    pub(crate) link: Link<TargetPeer>,
+    pub(crate) drafts: Vec<Pair>,
+    /// Sequences that the target last said it has, those of other gateways included.
+    reported: AtomicU64,
+    /// The draft that goes first among equals. Held until a sequence is counted, as the pool does.
+    turn: Mutex<usize>,
+}
+
+/// A draft as it stands with one target. It is up only while it is attached to the boot that this gateway knows.
+#[derive(Debug)]
+pub(crate) struct Pair {
+    pub(crate) address: Address,
+    pub(crate) link: Link<DraftPeer>,
+}
+
+/// A sequence's place at a draft.
+pub(crate) struct Seat {
+    /// Index of the draft.
+    pub(crate) draft: usize,
+    pub(crate) route: Route<DraftPeer>,
+    /// Longest proposal of that draft.
+    pub(crate) limit: u32,
+}
+
+impl Member {
+    pub(crate) fn spawn(target: TargetPeer, drafts: &[Address], boot_id: u64, drain: &Drain) -> Self {
+        let address = target.address().clone();
+        let link = Link::spawn(target, drain);
+        let pair = |draft: &Address| {
+            let peer = DraftPeer::new(draft.clone(), boot_id, address.clone(), link.subscribe());
+            Pair { address: draft.clone(), link: Link::spawn(peer, drain) }
+        };
+        let drafts = drafts.iter().map(pair).collect();
+        Self { address, link, drafts, reported: AtomicU64::new(0), turn: Mutex::new(0) }
+    }
+
+    /// What it said of itself, while it takes sequences of this model.
+    pub(crate) fn serves(&self, fingerprint: &str) -> Option<TargetReady> {
+        self.link.state().up().filter(|ready| ready.served.card.fingerprint == fingerprint).cloned()
+    }
+
+    /// For comparison: our own sequences, then what the target said last.
+    pub(crate) fn burden(&self) -> (usize, u64) {
+        (self.link.sequences(), self.reported.load(Ordering::Relaxed))
+    }
+
+    /// Keeps asking how busy the target is, so that several gateways do not all choose the same one.
+    pub(crate) async fn watch_load(&self) {
+        let Ok(channel) = eyrie_wire::channel(&self.address) else { return };
+        let mut client = TargetClient::new(channel);
+        loop {
+            if self.link.is_up()
+                && let Ok(load) = load_of(&mut client).await
+            {
+                let sequences = u64::from(load.running) + u64::from(load.waiting);
+                self.reported.store(sequences, Ordering::Relaxed);
+            }
+            sleep(LOAD_PERIOD).await;
+        }
+    }
+
+    /// How busy the target is, asked beside the round stream.
+    pub(crate) async fn load(&self) -> Result<LoadReport, Status> {
+        target_load(&self.address).await
+    }
+
+    /// Whether the target's engine takes items and answers them within `limit`: closing a sequence that nobody
+    /// opened does nothing else, and Load is answered without the engine.
+    pub(crate) async fn replies(&self, limit: Duration) -> bool {
+        let Some(mut nobody) = self.link.register() else { return false };
+        let asked = nobody.send(Op::Close(Close {})).await.is_ok();
+        asked && matches!(timeout(limit, nobody.recv()).await, Ok(Some(_)))
+    }
+
+    /// The drafts that answer for this boot of the target, each with its longest proposal.
+    pub(crate) fn answering(&self) -> impl Iterator<Item = (usize, u32)> {
+        let epoch = self.link.state().connected().map(|ready| ready.epoch);
+        self.drafts.iter().enumerate().filter_map(move |(i, pair)| Some((i, pair.limit(epoch?)?)))
+    }
+
+    /// A place at the draft with the fewest sequences, of those that answer and propose at least `tokens`.
+    pub(crate) fn seat(&self, tokens: u32) -> Option<Seat> {
+        let mut turn = self.turn.lock();
+        let count = self.drafts.len();
+        let able = self.answering().filter(|&(_, limit)| limit >= tokens);
+        let burden = |i: usize| (self.drafts[i].link.sequences(), (i + count - *turn) % count);
+        let (draft, limit) = able.min_by_key(|&(i, _)| burden(i))?;
+        let route = self.drafts[draft].link.register()?;
+        *turn = (draft + 1) % count;
+        Some(Seat { draft, route, limit })
+    }
+
+    /// Whether the draft of this seat answers.
+    pub(crate) fn answers(&self, seat: &Seat) -> bool {
+        !seat.route.is_broken() && self.drafts.get(seat.draft).is_some_and(|pair| pair.link.is_up())
+    }
+
+    /// Marks the draft of this seat, which missed a deadline.
+    pub(crate) fn suspect(&self, seat: &Seat) {
+        if let Some(pair) = self.drafts.get(seat.draft) {
+            pair.link.suspect();
+        }
+    }
+}
+
+impl Pair {
+    /// Longest proposal, while the draft answers for this boot of the target.
+    fn limit(&self, epoch: u64) -> Option<u32> {
+        let state = self.link.state();
+        // A draft that does not say has no limit.
+        state.up().filter(|draft| draft.lease.epoch == epoch).map(|draft| match draft.card.max_draft_tokens {
+            0 => u32::MAX,
+            limit => limit,
+        })
+    }
+}

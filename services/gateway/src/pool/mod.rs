@@ -1,0 +1,212 @@
+//! The targets of this gateway, each with a link to every draft: which model is served, and who takes the next
+//! sequence.
+
+mod member;
+mod report;
+
+use std::sync::Arc;
+
+use eyrie_service::Drain;
+use eyrie_wire::{Reason, refuse};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+use tokio::time::{Duration, Instant, timeout_at};
+use tonic::Status;
+
+use crate::catalog::Served;
+use crate::link::{Route, State, TargetPeer, TargetReady};
+use crate::options::GatewayOptions;
+
+pub(crate) use member::{Member, Seat};
+
+/// All targets and drafts.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    members: Vec<Arc<Member>>,
+    /// The target that goes first among equals. Held until a sequence is counted: two sessions at once would otherwise
+    /// both find the same target idle.
+    turn: Mutex<usize>,
+    view: watch::Sender<View>,
+}
+
+/// What the targets serve together.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct View {
+    /// By target: what it served last.
+    last: Vec<Option<Arc<Served>>>,
+    /// The model of the first target that came up, for as long as some target served it last.
+    served: Option<Arc<Served>>,
+    /// A target that serves it takes sequences.
+    open: bool,
+}
+
+/// A registered sequence at a target.
+pub(crate) struct Place {
+    /// Index of the target.
+    pub(crate) index: usize,
+    pub(crate) member: Arc<Member>,
+    pub(crate) ready: TargetReady,
+    pub(crate) route: Route<TargetPeer>,
+}
+
+fn same_model(a: &Served, b: &Served) -> bool {
+    a.card.fingerprint == b.card.fingerprint
+}
+
+impl View {
+    /// Takes in that target `i` serves `now`, where it is connected, and which targets are `up`.
+    fn follow(&mut self, now: Vec<Option<Arc<Served>>>, up: &[Arc<Served>]) {
+        for (last, now) in self.last.iter_mut().zip(now) {
+            if now.is_some() {
+                *last = now;
+            }
+        }
+        let kept =
+            self.served.take().filter(|kept| self.last.iter().flatten().any(|last| same_model(last, kept)));
+        let model = kept.or_else(|| up.first().cloned());
+        // Admission goes by the roomiest target; a smaller one refuses what does not fit, and another is asked.
+        let best = up
+            .iter()
+            .filter(|served| model.as_ref().is_some_and(|model| same_model(model, served)))
+            .max_by_key(|served| served.card.context_length);
+        self.open = best.is_some();
+        self.served = best.cloned().or(model);
+    }
+}
+
+impl Pool {
+    /// Starts every link on `drain`.
+    pub(crate) fn start(options: &GatewayOptions, boot_id: u64, drain: &Drain) -> Arc<Self> {
+        let files = Arc::default();
+        let member = |target: &eyrie_wire::Address| {
+            let peer = TargetPeer::new(target.clone(), boot_id, Arc::clone(&files));
+            Arc::new(Member::spawn(peer, &options.drafts, boot_id, drain))
+        };
+        let members: Vec<_> = options.targets.iter().map(member).collect();
+        let view = View { last: vec![None; members.len()], ..View::default() };
+        let pool = Arc::new(Self { members, turn: Mutex::new(0), view: watch::channel(view).0 });
+        for member in &pool.members {
+            let (pool, member, stop) = (Arc::clone(&pool), Arc::clone(member), drain.clone());
+            drain.spawn(async move {
+                tokio::select! {
+                    () = stop.stopped() => {}
+                    () = pool.follow(&member) => {}
+                    () = member.watch_load(), if pool.members.len() > 1 => {}
+                }
+            });
+        }
+        pool
+    }
+
+    /// Keeps the view up to date with one target.
+    async fn follow(&self, member: &Member) {
+        let mut state = member.link.subscribe();
+        let mut named = None;
+        loop {
+            state.mark_unchanged();
+            self.refresh();
+            let stranger = self.model_left_out(member);
+            if let Some(fingerprint) = stranger.as_ref().filter(|_| stranger != named) {
+                tracing::warn!(target = %member.address, "left out: it serves another model, {fingerprint}");
+            }
+            named = stranger.or(named);
+            if state.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn refresh(&self) {
+        self.view.send_modify(|view| {
+            let states: Vec<_> = self.members.iter().map(|member| member.link.state()).collect();
+            let served = |ready: &TargetReady| Arc::clone(&ready.served);
+            let now = states.iter().map(|state| state.connected().map(served)).collect();
+            let up: Vec<_> = states.iter().filter_map(|state| state.up().map(served)).collect();
+            view.follow(now, &up);
+        });
+    }
+
+    /// The fingerprint of a connected target that serves another model than this gateway.
+    fn model_left_out(&self, member: &Member) -> Option<String> {
+        let theirs = member.link.state().connected().map(|ready| Arc::clone(&ready.served))?;
+        let view = self.view.borrow();
+        let ours = view.served.as_ref()?;
+        (!same_model(ours, &theirs)).then(|| theirs.card.fingerprint.clone())
+    }
+
+    /// Whether a request would find a target; resolves to that whenever it may have changed.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<View> {
+        self.view.subscribe()
+    }
+
+    /// What is served, once a target takes sequences, waiting until `until`.
+    ///
+    /// # Errors
+    /// UNAVAILABLE with the reason why there is none.
+    pub(crate) async fn served(&self, until: Instant) -> Result<Arc<Served>, Status> {
+        let mut view = self.view.subscribe();
+        let open = timeout_at(until, view.wait_for(View::is_open)).await;
+        let served = open.ok().and_then(Result::ok).and_then(|view| view.served.clone());
+        served.ok_or_else(|| self.unavailable())
+    }
+
+    /// Waits until a target takes sequences of `fingerprint`, at most until `until`.
+    ///
+    /// # Errors
+    /// UNAVAILABLE with the reason why there is none; STALE_EPOCH when no target has that model any more.
+    pub(crate) async fn wait(&self, fingerprint: &str, until: Instant) -> Result<(), Status> {
+        let moved_on = |view: &View| view.served.as_ref().is_some_and(|s| s.card.fingerprint != fingerprint);
+        let mut view = self.view.subscribe();
+        let told = timeout_at(until, view.wait_for(|view| view.is_open() || moved_on(view))).await;
+        match told {
+            Ok(Ok(view)) if !moved_on(&view) => Ok(()),
+            Ok(Ok(view)) => {
+                let now = view.served.as_ref().map(|served| served.card.fingerprint.as_str());
+                let now = now.unwrap_or_default();
+                let line =
+                    format!("the targets came back with model {now}, the request began with {fingerprint}");
+                Err(refuse(Reason::StaleEpoch, line))
+            }
+            Ok(Err(_)) | Err(_) => Err(self.unavailable()),
+        }
+    }
+
+    /// UNAVAILABLE, with a line on every target and a hint of when to try again.
+    pub(crate) fn unavailable(&self) -> Status {
+        let why = |member: &Arc<Member>| {
+            let why = match member.link.state() {
+                State::Down(why) => why.to_string(),
+                State::Suspect(_) => "it is connected but computes nothing".to_owned(),
+                State::Draining(_) => "it drains".to_owned(),
+                State::Up(ready) => format!("it serves model {}", ready.served.card.fingerprint),
+            };
+            format!("{}: {why}", member.address)
+        };
+        let whys: Vec<_> = self.members.iter().map(why).collect();
+        let line = format!("no target is available: {}", whys.join("; "));
+        refuse(Reason::Unreachable, line)
+    }
+
+    /// A new sequence at the target with the fewest, of those that take sequences of `fingerprint` and are not among
+    /// `refused`.
+    pub(crate) fn place(&self, fingerprint: &str, refused: &[usize]) -> Option<Place> {
+        let mut turn = self.turn.lock();
+        let count = self.members.len();
+        let burden = |i: usize| (self.members[i].burden(), (i + count - *turn) % count);
+        let (index, ready) = (0..count)
+            .filter(|i| !refused.contains(i))
+            .filter_map(|i| Some((i, self.members[i].serves(fingerprint)?)))
+            .min_by_key(|(i, _)| burden(*i))?;
+        let member = Arc::clone(&self.members[index]);
+        let route = member.link.register()?;
+        *turn = (index + 1) % count;
+        Some(Place { index, member, ready, route })
+    }
+}
+
+impl View {
+    /// Whether a request would find a target.
+    pub(crate) fn is_open(&self) -> bool {
+        self.open
+    }
+}
