@@ -104,7 +104,8 @@ async fn load(target: &str) -> LoadReport {
 
 async fn draft_sequences(draft: &str) -> u32 {
     let channel = eyrie_wire::connect(&draft.parse().unwrap()).await.unwrap();
-    DraftClient::new(channel).describe(DescribeDraftRequest {}).await.unwrap().into_inner().sequences
+    let card = DraftClient::new(channel).describe(DescribeDraftRequest {}).await.unwrap().into_inner();
+    card.targets.iter().map(|lease| lease.sequences).sum()
 }
 
 /// Clients that ask one gateway after the other, again and again.

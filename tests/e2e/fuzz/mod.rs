@@ -154,7 +154,10 @@ async fn nothing_that_is_sent_breaks_a_service() {
         let load = TargetClient::new(target.channel.clone()).load(LoadRequest {}).await.unwrap().into_inner();
         let card = DraftClient::new(draft.channel.clone()).describe(DescribeDraftRequest {}).await.unwrap();
         let idle = (load.running, load.waiting, load.streams, load.leases) == (0, 0, 1, 1);
-        (idle && load.kv_used <= load.cached_tokens && card.into_inner().sequences == 0).then_some(())
+        (idle
+            && load.kv_used <= load.cached_tokens
+            && card.into_inner().targets.iter().all(|lease| lease.sequences == 0))
+        .then_some(())
     })
     .await;
     let golden = &goldens()[0];

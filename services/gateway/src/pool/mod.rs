@@ -10,7 +10,7 @@ use eyrie_service::Drain;
 use eyrie_wire::{Reason, refuse};
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tokio::time::{Duration, Instant, timeout_at};
+use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
 use crate::catalog::Served;
