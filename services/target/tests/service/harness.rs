@@ -235,9 +235,9 @@ impl Rounds {
     }
 }
 
-/// Opens all of `opens` at once on one stream as sequences 0, 1, …, says what `next(seq, reply, tokens so far)` says to
-/// each reply, and closes the finished ones; returns each one's tokens. Every round comes once, and so does every feature
-/// row.
+/// Opens half of `opens` on one stream as sequences 0, 1, …, and the others when the first one answers; says to each reply
+/// what `next(seq, reply, tokens so far)` says, and closes the finished ones; returns each one's tokens. Every round comes
+/// once, and so does every feature row.
 pub(crate) async fn together(
     rounds: &mut Rounds,
     opens: Vec<Open>,
@@ -262,9 +262,12 @@ pub(crate) async fn together(
     let mut heard: BTreeMap<u64, Heard> = (0..open as u64).map(|seq| (seq, Heard::default())).collect();
     let features: Vec<bool> = opens.iter().map(|open| open.features).collect();
     let items = opens.into_iter().enumerate().map(|(seq, open)| (seq as u64, Op::Open(open)));
-    rounds.send_all(items.collect()).await;
+    let mut items: Vec<_> = items.collect();
+    let mut late = items.split_off(open.div_ceil(2));
+    rounds.send_all(items).await;
     while open > 0 {
         let (seq, body) = rounds.next().await.unwrap().unwrap();
+        rounds.send_all(std::mem::take(&mut late)).await;
         let heard = heard.get_mut(&seq).unwrap();
         let state = match body {
             Body::Committed(state) => state,
