@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use eyrie_checkpoint::{CheckpointError, TargetCheckpoint};
 use eyrie_model::{Backing, ModelError, SharedWeights};
@@ -16,8 +16,8 @@ use tonic::{Status, Streaming};
 
 /// How long the target may take for the next chunk.
 const CHUNK_TIMEOUT: Duration = Duration::from_secs(5);
-/// Parts of the copy after which its progress is logged.
-const REPORTS: u64 = 10;
+/// How often the progress of a copy is logged.
+const REPORT_EVERY: Duration = Duration::from_secs(2);
 
 /// Why there is no copy.
 #[derive(Debug, thiserror::Error)]
@@ -124,7 +124,7 @@ async fn fill(
     mut chunks: Streaming<FileChunk>,
     bytes: u64,
 ) -> Result<MemfdBuilder, CopyError> {
-    let (mut filled, mut reported) = (0, 0);
+    let (mut filled, mut reported) = (0, Instant::now());
     while let Some(chunk) = next(&mut chunks).await? {
         let end = filled + chunk.data.len();
         let Some(place) = memory.bytes_mut().get_mut(filled..end) else {
@@ -132,9 +132,8 @@ async fn fill(
         };
         place.copy_from_slice(&chunk.data);
         filled = end;
-        let part = filled as u64 * REPORTS / bytes;
-        if part > reported {
-            reported = part;
+        if reported.elapsed() >= REPORT_EVERY {
+            reported = Instant::now();
             tracing::info!(copied_bytes = filled, bytes, "copying embedding and head");
         }
     }

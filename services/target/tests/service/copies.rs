@@ -63,7 +63,7 @@ fn slots_of(features: &Features) -> Vec<RingSlot> {
 async fn rows_are_read_as_they_lie_in_the_ring_and_none_once_they_are_overwritten() {
     let server = Server::start_with(|options| {
         (options.prefill_chunk, options.max_sequences) = (16, 1);
-        options.ring_bytes = Some(64 << 10);
+        options.ring_bytes = Some(256 << 10);
     })
     .await;
     let mut client = server.client.clone();
