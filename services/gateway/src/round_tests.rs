@@ -1,6 +1,6 @@
 //! The state machine against an oracle of both peers that keeps no state but token lists.
 
-use eyrie_speculation::verify;
+use eyrie_speculation::{TreeShape, verify};
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::{DraftOut, FeatureRef, Features, Need, Proposal as WireProposal};
 use proptest::prelude::*;
@@ -83,19 +83,31 @@ impl Head {
             return Body::Need(Need { from: self.have });
         }
         let mut prefix = self.tokens.clone();
-        for i in 0..propose.k {
-            prefix.push((next(&prefix) + u32::from(wrong == i)) % VOCAB);
+        let (mut tokens, mut parents) = (Vec::new(), Vec::new());
+        let mut node = 0;
+        for i in 0..propose.tree.map_or(propose.k, |shape| shape.levels) {
+            let token = (next(&prefix) + u32::from(wrong == i)) % VOCAB;
+            prefix.push(token);
+            // In a tree the path has wrong siblings before it.
+            for token in vec![(token + 7) % VOCAB, token].split_off(usize::from(propose.tree.is_none())) {
+                tokens.push(token);
+                parents.push(node);
+            }
+            node = tokens.len() as u32;
         }
-        let tokens = prefix.split_off(self.tokens.len());
-        Body::Proposal(WireProposal { base_len: propose.base_len, tokens, parents: Vec::new() })
+        if propose.tree.is_none() {
+            parents.clear();
+        }
+        Body::Proposal(WireProposal { base_len: propose.base_len, tokens, parents })
     }
 }
 
 #[derive(Debug, Clone)]
 enum Turn {
-    /// A chain of k, wrong at one place; `late`: the reply comes after the deadline.
+    /// A chain of k, or a tree as deep, wrong at one place; `late`: the reply comes after the deadline.
     Draft {
         k: u32,
+        tree: bool,
         wrong: u32,
         late: bool,
     },
@@ -110,8 +122,8 @@ enum Turn {
 
 fn turns() -> impl Strategy<Value = Vec<Turn>> {
     let turn = prop_oneof![
-        6 => (1u32..6, 0u32..8, prop::bool::weighted(0.1))
-            .prop_map(|(k, wrong, late)| Turn::Draft { k, wrong, late }),
+        6 => (1u32..6, any::<bool>(), 0u32..8, prop::bool::weighted(0.1))
+            .prop_map(|(k, tree, wrong, late)| Turn::Draft { k, tree, wrong, late }),
         2 => (1u32..5).prop_map(|steps| Turn::Plain { steps }),
         1 => any::<bool>().prop_map(|known| Turn::Restart { known }),
     ];
@@ -130,6 +142,11 @@ fn opened(prompt: &[u32]) -> (Rounds, Oracle) {
     (rounds, Oracle { tokens })
 }
 
+fn ask(k: u32, tree: bool) -> Ask {
+    let depth = k as usize;
+    if tree { Ask::Tree(TreeShape::try_new(2, depth, 1 + 2 * depth).unwrap()) } else { Ask::Chain(k) }
+}
+
 struct Play {
     rounds: Rounds,
     oracle: Oracle,
@@ -138,7 +155,7 @@ struct Play {
 }
 
 impl Play {
-    fn propose(&mut self, k: u32, wrong: u32, late: bool) -> Proposal {
+    fn propose(&mut self, ask: Ask, wrong: u32, late: bool) -> Proposal {
         let next = self.rounds.next();
         for out in self.late.drain(..) {
             self.rounds.draft.overhear(out, next);
@@ -146,7 +163,6 @@ impl Play {
         if !self.rounds.draft.ready() {
             return Proposal::empty();
         }
-        let ask = Ask::Chain(k);
         let propose = self.rounds.propose(ask);
         let body = Some(self.head.answer(&propose, wrong));
         let out = DraftOut { seq: 1, round: propose.round, body };
@@ -194,9 +210,9 @@ proptest! {
         let mut play = Play { rounds, oracle, head: Head::default(), late: Vec::new() };
         for turn in turns {
             match turn {
-                Turn::Draft { k, wrong, late } => {
-                    let proposal = play.propose(k, wrong, late);
-                    let right = proposal.len().min(wrong as usize);
+                Turn::Draft { k, tree, wrong, late } => {
+                    let proposal = play.propose(ask(k, tree), wrong, late);
+                    let right = proposal.max_depth().min(wrong as usize);
                     prop_assert_eq!(play.round(proposal, 1), right);
                 }
                 Turn::Plain { steps } => {
@@ -217,7 +233,7 @@ proptest! {
         }
         prop_assert_eq!(&play.rounds.tokens, &plain);
         let healed = (0..play.oracle.tokens.len()).any(|_| {
-            let proposal = play.propose(3, 9, false);
+            let proposal = play.propose(Ask::Chain(3), 9, false);
             play.round(proposal, 1) == 3
         });
         prop_assert!(healed, "no proposal was accepted although the draft is fine");

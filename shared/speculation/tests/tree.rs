@@ -83,6 +83,39 @@ fn shapes() -> impl Strategy<Value = TreeShape> {
 
 proptest! {
     #[test]
+    fn any_numbers_are_a_shape_or_refused(
+        top_k in prop_oneof![0..20_usize, any::<usize>()],
+        levels in prop_oneof![0..70_usize, any::<usize>()],
+        nodes in prop_oneof![0..70_usize, any::<usize>()],
+    ) {
+        let in_range = (1..=16).contains(&top_k) && (1..64).contains(&levels) && (2..=64).contains(&nodes);
+        let fits = in_range && nodes <= 1 + top_k + (levels - 1) * top_k * top_k;
+        prop_assert_eq!(TreeShape::try_new(top_k, levels, nodes).is_ok(), fits);
+    }
+
+    #[test]
+    fn any_arrays_are_a_tree_or_refused(
+        tokens in prop::collection::vec(0..40_u32, 0..70),
+        mut parents in prop::collection::vec(0..9_u16, 0..70),
+        is_near: bool,
+    ) {
+        if is_near {
+            parents = (0..tokens.len() as u16).map(|i| parents.get(i as usize).map_or(i, |&p| p.min(i))).collect();
+        }
+        let nodes: std::collections::HashSet<_> = parents.iter().zip(&tokens).collect();
+        let is_tree = tokens.len() == parents.len()
+            && tokens.len() < 64
+            && parents.iter().enumerate().all(|(i, &parent)| usize::from(parent) <= i)
+            && nodes.len() == tokens.len();
+        match Proposal::try_new(tokens.clone(), parents.clone()) {
+            Ok(proposal) => prop_assert!(
+                is_tree && proposal.tokens() == tokens && proposal.parents() == parents
+            ),
+            Err(error) => prop_assert!(!is_tree, "{error}"),
+        }
+    }
+
+    #[test]
     fn equals_the_flat_array_scheme(
         shape in shapes(),
         picks in prop::collection::vec(any::<[u8; 5]>(), 32),

@@ -109,6 +109,8 @@ fn ring_from_wire(ring: &v1::RingGrant) -> Result<RingGeometry, GrantMessageErro
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn grant() -> Grant {
@@ -147,6 +149,55 @@ mod tests {
         assert_eq!(grant_from_wire(&lease(&grant())), Ok(grant()));
         let without_ring = Grant { ring: None, ..grant() };
         assert_eq!(grant_from_wire(&lease(&without_ring)), Ok(without_ring));
+    }
+
+    fn any_tensor() -> impl Strategy<Value = v1::TensorGrant> {
+        let sizes = prop::collection::vec(any::<u64>(), 0..4);
+        let checksum = prop_oneof![4 => Just(32_usize), 1 => 0..40_usize];
+        (any::<String>(), sizes.clone(), sizes, any::<(u64, u64)>(), checksum).prop_map(
+            |(name, shape, strides, (offset, bytes), checksum)| v1::TensorGrant {
+                layout: name.clone(),
+                dtype: name.clone(),
+                name,
+                shape,
+                strides,
+                offset,
+                bytes,
+                checksum: vec![9; checksum].into(),
+            },
+        )
+    }
+
+    fn any_lease() -> impl Strategy<Value = v1::LeaseGrant> {
+        let edge = prop_oneof![1..5_u32, any::<u32>()];
+        let ring = (any::<u64>(), [edge.clone(), edge.clone(), edge], any::<bool>());
+        let ring = ring.prop_map(|(bytes, [slots, slot_rows, row_width], is_true)| {
+            let geometry = RingGeometry { slots, slot_rows, row_width };
+            let told = ring_to_wire(&geometry);
+            if is_true { told } else { v1::RingGrant { bytes, ..told } }
+        });
+        let kind = prop_oneof![4 => Just("memfd".to_owned()), 1 => any::<String>()];
+        let weights = (kind, any::<(u64, u64)>(), prop::collection::vec(any_tensor(), 0..3));
+        let weights = weights.prop_map(|(kind, (export_id, bytes), tensors)| v1::Grant {
+            kind,
+            device: "cpu".to_owned(),
+            export_id,
+            bytes,
+            tensors,
+        });
+        (0..4_u64, prop::option::weighted(0.9, weights), prop::option::of(ring))
+            .prop_map(|(epoch, weights, ring)| v1::LeaseGrant { epoch, weights, ring, ..Default::default() })
+    }
+
+    proptest! {
+        /// Whatever a peer says is refused in one line or taken as it was said.
+        #[test]
+        fn any_message_is_refused_or_kept_whole(message in any_lease()) {
+            match grant_from_wire(&message) {
+                Ok(grant) => prop_assert_eq!(lease(&grant), message),
+                Err(error) => prop_assert!(error.to_string().starts_with("grant: ")),
+            }
+        }
     }
 
     #[test]

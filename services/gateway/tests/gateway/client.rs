@@ -135,6 +135,7 @@ async fn one_request_too_many_is_refused_and_the_others_go_on() {
     let second = world.stream(ids(&PROMPT, 20)).await;
     let status = world.generate(ids(&PROMPT, 20)).await.unwrap_err();
     assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::ResourceExhausted, Some("BUSY")));
+    assert!(retry_after(&status).is_some(), "it says when to come back: {status:?}");
     assert!(status.message().contains("limit 2"), "{}", status.message());
     target.allow(1000);
     for stream in [first, second] {

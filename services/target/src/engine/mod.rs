@@ -12,6 +12,8 @@ mod scheduler;
 mod sequence;
 mod step;
 mod streams;
+#[cfg(test)]
+mod turn_tests;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
