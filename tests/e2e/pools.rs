@@ -74,6 +74,25 @@ impl Pools {
         format!("unix:{}/{name}.sock", self.folder.path().display())
     }
 
+    /// Waits until a gateway has sequences at this target or draft.
+    async fn in_use(&self, member: usize) {
+        let args = &self.members[member].args;
+        let listen = args.iter().skip_while(|arg| *arg != "--listen").nth(1).unwrap();
+        until("sequences at it", async || {
+            let models = [model(&self.at("g1")).await?, model(&self.at("g2")).await?];
+            let mut peers = models.iter().flat_map(|model| &model.peers);
+            peers.any(|peer| peer.address == *listen && peer.sequences > 0).then_some(())
+        })
+        .await;
+    }
+
+    /// How often a running request was opened at another target, or another boot of its own.
+    fn reopened(&self) -> usize {
+        let logs = std::fs::read_dir(self.folder.path()).unwrap().map(|entry| entry.unwrap().path());
+        let gateways = logs.filter(|path| path.to_string_lossy().contains("gateway-"));
+        gateways.map(|log| std::fs::read_to_string(log).unwrap().matches("is opened again").count()).sum()
+    }
+
     /// Waits until both gateways work with both targets and a draft of each.
     async fn complete(&self) {
         for gateway in ["g1", "g2"] {
@@ -176,7 +195,11 @@ async fn any_service_may_come_and_go_under_traffic() {
     for with in [Signal::KILL, Signal::TERM] {
         for i in 0..pools.members.len() {
             traffic.passes().await;
-            traffic.gateway_hit.store(pools.members[i].args[0] == "gateway", Ordering::SeqCst);
+            let is_gateway = pools.members[i].args[0] == "gateway";
+            traffic.gateway_hit.store(is_gateway, Ordering::SeqCst);
+            if !is_gateway {
+                pools.in_use(i).await;
+            }
             pools.members[i].hit(with, pools.folder.path());
             pools.complete().await;
         }
@@ -186,6 +209,7 @@ async fn any_service_may_come_and_go_under_traffic() {
     while let Some(client) = clients.join_next().await {
         client.unwrap();
     }
+    assert!(pools.reopened() > 0, "requests went on elsewhere");
     for n in ["1", "2"] {
         let (target, draft) = (pools.at(&format!("t{n}")), pools.at(&format!("d{n}")));
         until("everything to be given back", async || {

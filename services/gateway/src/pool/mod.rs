@@ -54,7 +54,12 @@ fn same_model(a: &Served, b: &Served) -> bool {
 }
 
 impl View {
-    /// Takes in that target `i` serves `now`, where it is connected, and which targets are `up`.
+    /// Whether a request would find a target.
+    pub(crate) fn is_open(&self) -> bool {
+        self.open
+    }
+
+    /// Takes in what every target serves `now`, where it is connected, and what those that are `up` do.
     fn follow(&mut self, now: Vec<Option<Arc<Served>>>, up: &[Arc<Served>]) {
         for (last, now) in self.last.iter_mut().zip(now) {
             if now.is_some() {
@@ -134,7 +139,7 @@ impl Pool {
         (!same_model(ours, &theirs)).then(|| theirs.card.fingerprint.clone())
     }
 
-    /// Whether a request would find a target; resolves to that whenever it may have changed.
+    /// What is served, to be followed.
     pub(crate) fn subscribe(&self) -> watch::Receiver<View> {
         self.view.subscribe()
     }
@@ -201,12 +206,5 @@ impl Pool {
         let route = member.link.register()?;
         *turn = (index + 1) % count;
         Some(Place { index, member, ready, route })
-    }
-}
-
-impl View {
-    /// Whether a request would find a target.
-    pub(crate) fn is_open(&self) -> bool {
-        self.open
     }
 }
