@@ -19,6 +19,8 @@ mod lossless;
 #[cfg(test)]
 mod memory;
 #[cfg(test)]
+mod prefix;
+#[cfg(test)]
 mod sampling;
 #[cfg(test)]
 mod services;

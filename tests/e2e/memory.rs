@@ -5,7 +5,7 @@ use eyrie_tests::{Asked, Fleet, ask, client, goldens, until};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{LoadReport, LoadRequest};
 
-const TOKENS: u32 = 120;
+const TOKENS: u32 = 100;
 
 async fn load(fleet: &Fleet) -> LoadReport {
     let channel = eyrie_wire::connect(&fleet.ready().target.parse().unwrap()).await.unwrap();

@@ -240,6 +240,7 @@ impl Session {
                 break commit;
             }
             self.ingest(seq);
+            seq.fetch().await?;
         };
         self.tokens.extend_from_slice(&commit.tokens);
         let chunks = self.output.prefilled(commit);
@@ -253,6 +254,7 @@ impl Session {
             return;
         }
         seq.take_seat(link);
+        seq.overhear();
         if let (Some(propose), Some(draft)) = (seq.rounds.ingest(), &seq.draft) {
             // What is not taken now is asked for by the draft later.
             let _ = draft.try_send(DraftOp::Propose(propose));
@@ -340,13 +342,15 @@ impl Session {
         self.gateway.draft.is_none() && self.request.plan.is_exact()
     }
 
-    /// A proposal for the next round, if there is one in time. An exact plan gives a draft that lacks
-    /// rows the time to get them; otherwise the round goes without and the draft heals beside it.
+    /// A proposal for the next round, if there is one in time. An exact plan gives a draft that lacks rows the time to
+    /// get them, and so does the first round after a prefix cache held some; otherwise the round goes without and the
+    /// draft heals beside it.
     async fn proposal(&mut self, seq: &mut Sequence, ask: Ask) -> Result<Option<Proposal>, Halt> {
         let until = Instant::now() + self.request.plan.deadline(self.gateway.options.draft_deadline);
+        let waits = self.request.plan.is_exact() || seq.rounds.begins_with_cached_rows();
         loop {
             let proposal = self.propose(seq, ask, until).await;
-            let patient = self.request.plan.is_exact() && Instant::now() < until;
+            let patient = waits && Instant::now() < until;
             if proposal.is_some() || !patient || !seq.rounds.draft.is_healing() {
                 return Ok(proposal);
             }
@@ -361,12 +365,10 @@ impl Session {
             return None;
         }
         seq.take_seat(link);
+        seq.overhear();
         let next = seq.rounds.next();
         let Sequence { rounds, draft, .. } = seq;
         let draft = draft.as_mut()?;
-        while let Some(late) = draft.try_recv() {
-            rounds.draft.overhear(late, next);
-        }
         if !rounds.draft.ready() {
             return None;
         }
@@ -413,6 +415,14 @@ impl Sequence {
         if self.draft.is_none() {
             self.draft = link.register();
             self.rounds.draft.joined();
+        }
+    }
+
+    /// Takes in what the draft said without being waited for.
+    fn overhear(&mut self) {
+        let next = self.rounds.next();
+        while let Some(late) = self.draft.as_mut().and_then(Route::try_recv) {
+            self.rounds.draft.overhear(late, next);
         }
     }
 

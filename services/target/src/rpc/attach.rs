@@ -88,6 +88,7 @@ impl Service {
             exports.fds.iter().map(|fd| fd.as_fd().try_clone_to_owned()).collect();
         door.offer(token, fds.map_err(|e| internal(&e))?).map_err(|e| internal(&e))?;
         tracing::info!(holder = first.holder, pid = first.pid, "lease granted");
+        self.state.gauges.draft_attached();
         let id = self.state.leases.grant(first.holder, first.pid);
         let held = Held { state: Arc::clone(&self.state), id, token };
         let grant = &exports.grant;

@@ -3,7 +3,7 @@
 use eyrie_wire::reason_of;
 use eyrie_wire::v1::{Committed, FinishReason, Open, Verify, target_item::Op, target_out::Body};
 
-use crate::harness::{Golden, Server, close, fetch, goldens, greedy, verify_after};
+use crate::harness::{Golden, Server, close, fetch, goldens, greedy, next_verify, verify_after};
 
 fn opens(count: u64, open: &Open) -> Vec<(u64, Op)> {
     (0..count).map(|seq| (seq, Op::Open(open.clone()))).collect()
@@ -110,28 +110,39 @@ async fn a_unary_open_that_waits_for_its_own_call_is_answered() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_unary_open_that_gets_no_pages_is_refused_in_time() {
+async fn a_unary_open_that_gets_no_pages_is_refused_in_time_and_a_begun_sequence_never() {
     let server = Server::start_with(|options| options.max_sequences = 1).await;
-    let prompt = &goldens(1)[0].prompt;
+    let Golden { prompt, tokens } = &goldens(1)[0];
+    let begun = server.round(2, vec![(5, Op::Open(greedy(prompt, 9)))]).await.unwrap();
+    let verify = next_verify(committed(&begun[0].1), vec![]);
+
     let better = Op::Open(Open { priority: -1, ..greedy(prompt, 200) });
     let mut rounds = server.rounds(1).await;
     rounds.send(0, better.clone()).await;
-    // One runs and the next waits, so that the only place is never free for long.
+    let mut state = rounds.committed().await;
+    // One runs and the next waits, so that the only place is never free.
     let keep_busy = async {
         for seq in 0.. {
-            let state = rounds.committed().await;
             let credit = Verify { steps: 199, ..verify_after(&state, vec![]) };
             rounds.send_all(vec![(seq, Op::Verify(credit)), (seq + 1, better.clone())]).await;
             while !rounds.committed().await.last {}
+            state = rounds.committed().await;
         }
     };
-    tokio::select! {
-        () = keep_busy => unreachable!(),
-        outs = server.round(2, opens(1, &greedy(prompt, 9))) => match &outs.unwrap()[0].1 {
-            Body::Error(error) => assert_eq!(error.reason, "BUSY"),
-            other => panic!("{other:?}"),
-        },
-    }
+    let refused = async {
+        tokio::select! {
+            () = keep_busy => unreachable!(),
+            outs = server.round(2, opens(1, &greedy(prompt, 9))) => outs.unwrap(),
+        }
+    };
+    let waiting = async { server.round(2, vec![(5, verify)]).await.unwrap() };
+    let release = async {
+        let outs = refused.await;
+        assert!(matches!(&outs[0].1, Body::Error(error) if error.reason == "BUSY"), "{outs:?}");
+    };
+    // Then the better ones are silent and give way.
+    let (answered, ()) = tokio::join!(waiting, release);
+    assert_eq!(committed(&answered[0].1).tokens, tokens[1..2]);
     drop(rounds);
     server.stop().await;
 }

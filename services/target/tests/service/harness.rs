@@ -235,9 +235,9 @@ impl Rounds {
     }
 }
 
-/// Opens all of `opens` at once on one stream as sequences 0, 1, …, says what `next(seq, reply, tokens so far)` says to
-/// each reply, and closes the finished ones; returns each one's tokens. Every round comes once, and so does every feature
-/// row.
+/// Opens half of `opens` on one stream as sequences 0, 1, …, and the others when the first one answers; says to each reply
+/// what `next(seq, reply, tokens so far)` says, and closes the finished ones; returns each one's tokens. Every round comes
+/// once, and so does every feature row behind those of a prefix cache.
 pub(crate) async fn together(
     rounds: &mut Rounds,
     opens: Vec<Open>,
@@ -247,14 +247,16 @@ pub(crate) async fn together(
     struct Heard {
         tokens: Vec<u32>,
         rounds: u32,
-        rows: u32,
+        /// First row that was published, and the one after the last.
+        rows: Option<(u32, u32)>,
         closing: bool,
     }
     impl Heard {
         fn take_rows(&mut self, refs: &[FeatureRef]) {
             for at in refs {
-                assert_eq!(at.first, self.rows, "rows that do not follow the last ones");
-                self.rows += at.rows;
+                let (_, end) = self.rows.get_or_insert((at.first, at.first));
+                assert_eq!(at.first, *end, "rows that do not follow the last ones");
+                *end += at.rows;
             }
         }
     }
@@ -262,9 +264,12 @@ pub(crate) async fn together(
     let mut heard: BTreeMap<u64, Heard> = (0..open as u64).map(|seq| (seq, Heard::default())).collect();
     let features: Vec<bool> = opens.iter().map(|open| open.features).collect();
     let items = opens.into_iter().enumerate().map(|(seq, open)| (seq as u64, Op::Open(open)));
-    rounds.send_all(items.collect()).await;
+    let mut items: Vec<_> = items.collect();
+    let mut late = items.split_off(open.div_ceil(2));
+    rounds.send_all(items).await;
     while open > 0 {
         let (seq, body) = rounds.next().await.unwrap().unwrap();
+        rounds.send_all(std::mem::take(&mut late)).await;
         let heard = heard.get_mut(&seq).unwrap();
         let state = match body {
             Body::Committed(state) => state,
@@ -282,7 +287,11 @@ pub(crate) async fn together(
         heard.rounds += 1;
         heard.tokens.extend(&state.tokens);
         heard.take_rows(&state.features);
-        assert!(!features[seq as usize] || heard.rows == state.kv_len, "sequence {seq} lacks rows");
+        if let Some((first, end)) = heard.rows {
+            assert_eq!(end, state.kv_len, "sequence {seq} lacks rows");
+            assert!(state.round > 0 || first == state.cached, "sequence {seq} lacks rows from {first} on");
+        }
+        assert_eq!(heard.rows.is_some(), features[seq as usize]);
         let op = if state.finish == 0 { next(seq, &state, &heard.tokens) } else { Some(close()) };
         if let Some(op) = op.filter(|_| !heard.closing) {
             heard.closing = matches!(op, Op::Close(_));
