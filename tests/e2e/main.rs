@@ -25,6 +25,8 @@ mod memory;
 #[cfg(test)]
 mod pools;
 #[cfg(test)]
+mod prefix;
+#[cfg(test)]
 mod remote;
 #[cfg(test)]
 mod sampling;

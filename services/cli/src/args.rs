@@ -65,6 +65,10 @@ pub(crate) struct ModelArgs {
     /// Tokens that the target's KV cache holds [default: 65536]
     #[arg(long, value_name = "N")]
     pub(crate) kv_tokens: Option<u32>,
+    /// Bytes that target and draft each keep of ended sequences for prompts that begin alike; 0 keeps none
+    /// [default: what is free of the KV cache]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) prefix_cache_bytes: Option<u64>,
     /// Prompt rows of one step at most [default: 256]
     #[arg(long, value_name = "N")]
     pub(crate) prefill_chunk: Option<u32>,
@@ -113,7 +117,7 @@ pub(crate) struct UpArgs {
     /// Targets to start; each holds the whole model
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub(crate) targets: u8,
-    /// Drafts to start; they are attached to the targets in turn
+    /// Drafts to start, each for all of the targets
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "no_draft", value_parser = clap::value_parser!(u8).range(1..=8))]
     pub(crate) drafts: u8,
     /// Connect the services over TCP on loopback instead of unix sockets
@@ -254,6 +258,10 @@ pub(crate) struct TargetArgs {
     /// Tokens that the KV cache holds
     #[arg(long, value_name = "N", default_value_t = 65_536)]
     pub(crate) kv_tokens: usize,
+    /// Bytes of the KV cache that keep ended sequences for prompts that begin alike; 0 keeps none
+    /// [default: what is free]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) prefix_cache_bytes: Option<u64>,
     /// Sequences at once
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_sequences: usize,
@@ -263,7 +271,7 @@ pub(crate) struct TargetArgs {
     /// Compute threads [default: the machine's cores]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<u32>,
-    /// Bytes of aux rows kept for drafts that come back
+    /// Bytes of aux rows kept for drafts that come back or lack what the prefix cache holds
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
     pub(crate) aux_cache_bytes: u64,
     #[command(flatten)]
@@ -289,6 +297,10 @@ pub(crate) struct DraftArgs {
     /// Tokens that the draft's KV cache holds, over all targets
     #[arg(long, value_name = "N", default_value_t = 65_536)]
     pub(crate) cache_tokens: usize,
+    /// Bytes of that cache that keep ended sequences for prompts that begin alike; 0 keeps none
+    /// [default: what is free]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) prefix_cache_bytes: Option<u64>,
     /// Sequences at once, for each target; the least recently used makes room
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_sequences: usize,

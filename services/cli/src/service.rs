@@ -20,6 +20,7 @@ pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
     let options = eyrie_target::TargetOptions {
         context: args.context,
         kv_tokens: args.kv_tokens,
+        prefix_cache_bytes: args.prefix_cache_bytes,
         max_sequences: args.max_sequences,
         prefill_chunk: args.prefill_chunk,
         threads: args.threads.map(|n| n as usize),
@@ -40,6 +41,7 @@ pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
     let options = eyrie_draft::DraftOptions {
         shared: args.shared_weights,
         cache_tokens: args.cache_tokens,
+        prefix_cache_bytes: args.prefix_cache_bytes,
         max_sequences: args.max_sequences,
         max_draft_tokens: args.max_draft_tokens,
         threads: args.threads.map_or(defaults.threads, |n| n as usize),

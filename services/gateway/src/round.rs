@@ -60,6 +60,8 @@ pub(crate) struct Rounds {
     kv_len: u32,
     round: u32,
     phase: Phase,
+    /// Positions of the opening that a prefix cache held: their rows are published when they are asked for.
+    cached: u32,
     /// What the draft has of this sequence.
     pub(crate) draft: DraftSide,
 }
@@ -67,7 +69,8 @@ pub(crate) struct Rounds {
 impl Rounds {
     /// A sequence that is being opened with `tokens`, not empty.
     pub(crate) fn opening(tokens: Vec<u32>, vocab: u32) -> Self {
-        Self { tokens, vocab, kv_len: 0, round: 0, phase: Phase::Opening, draft: DraftSide::default() }
+        let draft = DraftSide::default();
+        Self { tokens, vocab, kv_len: 0, round: 0, phase: Phase::Opening, cached: 0, draft }
     }
 
     pub(crate) fn vocab(&self) -> u32 {
@@ -84,11 +87,17 @@ impl Rounds {
         Standing { kv_len: self.kv_len, remaining, context }
     }
 
+    /// The first round follows an opening whose rows were not all published: a draft has to ask for them.
+    pub(crate) fn begins_with_cached_rows(&self) -> bool {
+        self.round == 0 && self.cached > 0
+    }
+
     /// While the prompt is prefilled: hand the draft the finished chunks, so that its own prefill runs
     /// beside the target's and no ring slot is overwritten before it was read.
     pub(crate) fn ingest(&mut self) -> Option<Propose> {
         let end = self.draft.features_end()?;
-        if self.phase != Phase::Opening || end as usize >= self.tokens.len() {
+        let is_last = end as usize >= self.tokens.len();
+        if self.phase != Phase::Opening || is_last || self.draft.is_healing() {
             return None;
         }
         Some(self.draft.propose(&self.tokens, 0, end, None))
@@ -101,7 +110,8 @@ impl Rounds {
 
     /// The number and base of the round that comes next, which a proposal has to name.
     pub(crate) fn next(&self) -> (u32, u32) {
-        (self.round + 1, self.kv_len)
+        let base_len = if self.is_opening() { self.tokens.len() as u32 } else { self.kv_len };
+        (self.round + 1, base_len)
     }
 
     /// Starts the next round with `proposal`, or `steps` plain steps if it is empty.
@@ -144,6 +154,7 @@ impl Rounds {
         let last = last || steps == 1 || !proposal.is_empty() || !goes_on;
         self.round = want;
         self.kv_len = kv_len;
+        self.cached = cached;
         self.tokens.extend_from_slice(&tokens);
         self.draft.published(features);
         if goes_on {

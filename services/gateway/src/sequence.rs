@@ -67,6 +67,14 @@ impl Sequence {
         true
     }
 
+    /// Takes in what the draft said without being waited for.
+    pub(crate) fn overhear(&mut self) {
+        let next = self.rounds.next();
+        while let Some(late) = self.seat.as_mut().and_then(|seat| seat.route.try_recv()) {
+            self.rounds.draft.overhear(late, next);
+        }
+    }
+
     /// Asks the target for rows that the draft lacks.
     pub(crate) async fn fetch(&mut self) -> Result<(), Halt> {
         match self.rounds.draft.fetch() {

@@ -252,6 +252,7 @@ impl Session {
                 break commit;
             }
             self.ingest(seq);
+            seq.fetch().await?;
         };
         self.tokens.extend_from_slice(&commit.tokens);
         let chunks = self.output.prefilled(commit);
@@ -263,6 +264,7 @@ impl Session {
         if !seq.take_seat(self.request.plan.least(), &self.gateway.stats) {
             return;
         }
+        seq.overhear();
         if let (Some(propose), Some(seat)) = (seq.rounds.ingest(), &seq.seat) {
             // What is not taken now is asked for by the draft later.
             let _ = seat.route.try_send(DraftOp::Propose(propose));
@@ -345,13 +347,15 @@ impl Session {
         self.gateway.options.drafts.is_empty() && self.request.plan.is_exact()
     }
 
-    /// A proposal for the next round, if there is one in time. An exact plan gives a draft that lacks
-    /// rows the time to get them; otherwise the round goes without and the draft heals beside it.
+    /// A proposal for the next round, if there is one in time. An exact plan gives a draft that lacks rows the time to
+    /// get them, and so does the first round after a prefix cache held some; otherwise the round goes without and the
+    /// draft heals beside it.
     async fn proposal(&mut self, seq: &mut Sequence, ask: Ask) -> Result<Option<Proposal>, Halt> {
         let until = Instant::now() + self.request.plan.deadline(self.gateway.options.draft_deadline);
+        let waits = self.request.plan.is_exact() || seq.rounds.begins_with_cached_rows();
         loop {
             let proposal = self.propose(seq, ask, until).await;
-            let patient = self.request.plan.is_exact() && Instant::now() < until;
+            let patient = waits && Instant::now() < until;
             if proposal.is_some() || !patient || !seq.rounds.draft.is_healing() {
                 return Ok(proposal);
             }
@@ -364,12 +368,10 @@ impl Session {
         if !seq.take_seat(ask.tokens() as u32, &self.gateway.stats) {
             return None;
         }
+        seq.overhear();
         let next = seq.rounds.next();
         let Sequence { rounds, member, seat, .. } = seq;
         let seat = seat.as_mut()?;
-        while let Some(late) = seat.route.try_recv() {
-            rounds.draft.overhear(late, next);
-        }
         if !rounds.draft.ready() {
             return None;
         }

@@ -26,9 +26,10 @@ pub(super) fn target(
         ]);
     }
     let numbers = [
-        ("--threads", models.threads),
-        ("--kv-tokens", models.kv_tokens),
-        ("--prefill-chunk", models.prefill_chunk),
+        ("--threads", models.threads.map(u64::from)),
+        ("--kv-tokens", models.kv_tokens.map(u64::from)),
+        ("--prefill-chunk", models.prefill_chunk.map(u64::from)),
+        ("--prefix-cache-bytes", models.prefix_cache_bytes),
     ];
     for (name, value) in numbers {
         if let Some(value) = value {
@@ -38,12 +39,18 @@ pub(super) fn target(
     Ok(args)
 }
 
-/// A draft of `target`.
-pub(super) fn draft(models: &ModelArgs, dir: &Path, listen: &Address, target: &Address) -> Vec<String> {
+/// A draft for all `targets`.
+pub(super) fn draft(models: &ModelArgs, dir: &Path, listen: &Address, targets: &[Address]) -> Vec<String> {
     let mut args = vec!["draft".to_owned(), "--model".to_owned(), path_arg(dir)];
-    args.extend(["--listen".to_owned(), listen.to_string(), "--target".to_owned(), target.to_string()]);
+    args.extend(["--listen".to_owned(), listen.to_string()]);
+    for target in targets {
+        args.extend(["--target".to_owned(), target.to_string()]);
+    }
     if let Some(threads) = models.threads {
         args.extend(["--threads".to_owned(), threads.to_string()]);
+    }
+    if let Some(bytes) = models.prefix_cache_bytes {
+        args.extend(["--prefix-cache-bytes".to_owned(), bytes.to_string()]);
     }
     if let Some(meaning) = models.aux_convention.and_then(|m| m.to_possible_value()) {
         args.extend(["--aux-convention".to_owned(), meaning.get_name().to_owned()]);

@@ -121,15 +121,16 @@ impl Fleet {
             let args = args::target(models, &target_dir, draft_dir.as_deref(), address)?;
             fleet.spawn(Role::Target, name, address, args)?;
         }
+        let addresses =
+            |services: &[(String, Address)]| services.iter().map(|(_, a)| a.clone()).collect::<Vec<_>>();
         let mut drafts = Vec::new();
         if let Some(dir) = &draft_dir {
             drafts = fleet.places(Role::Draft, shape.drafts, shape.links)?;
-            for ((name, address), (_, target)) in drafts.iter().zip(targets.iter().cycle()) {
-                fleet.spawn(Role::Draft, name, address, args::draft(models, dir, address, target))?;
+            for (name, address) in &drafts {
+                let args = args::draft(models, dir, address, &addresses(&targets));
+                fleet.spawn(Role::Draft, name, address, args)?;
             }
         }
-        let addresses =
-            |services: &[(String, Address)]| services.iter().map(|(_, a)| a.clone()).collect::<Vec<_>>();
         let args = args::gateway(&gateway, &addresses(&targets), &addresses(&drafts));
         fleet.spawn(Role::Gateway, Role::Gateway.name(), &gateway, args)?;
         Ok(fleet)

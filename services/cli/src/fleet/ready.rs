@@ -73,11 +73,12 @@ impl Fleet {
         (ours && self.all_up(&model)).then_some(model)
     }
 
-    /// Every target takes sequences, and every draft serves one of them.
+    /// Every target takes sequences, and every draft serves every one of them.
     fn all_up(&self, model: &Model) -> bool {
         let up = |role, service: &Service| {
             let of_it = |peer: &&Peer| peer.role() == role && peer.address == service.address.to_string();
-            model.peers.iter().filter(of_it).any(|peer| peer.state() == peer::State::Up)
+            let mut peers = model.peers.iter().filter(of_it).peekable();
+            peers.peek().is_some() && peers.all(|peer| peer.state() == peer::State::Up)
         };
         self.all(Role::Target).all(|target| up(peer::Role::Target, target))
             && self.all(Role::Draft).all(|draft| up(peer::Role::Draft, draft))

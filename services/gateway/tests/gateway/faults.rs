@@ -129,6 +129,21 @@ async fn a_draft_stream_made_again_heals_within_the_request() {
 }
 
 #[tokio::test]
+async fn rows_that_the_target_had_cached_are_fetched_for_the_first_round() {
+    for (prompt, cached) in [(PROMPT.to_vec(), 4), ((20..90).collect(), 30)] {
+        let (world, target, _draft) = world().await;
+        target.cache(cached);
+        let speculation = Speculation { trace: true, ..Default::default() };
+        let request = GenerateRequest { speculation: Some(speculation), ..ids(&prompt, 40) };
+        let reply = world.generate(request).await.unwrap();
+        assert_eq!(reply.token_ids, plain(&prompt, 5, 40));
+        let usage = reply.usage.unwrap();
+        assert_eq!((usage.rounds_without_draft, usage.cached_tokens), (0, cached));
+        assert_eq!(target.events().count(|s| matches!(s, Seen::Fetch { from: 0, .. })), 1);
+    }
+}
+
+#[tokio::test]
 async fn an_exact_request_waits_for_a_draft_that_heals() {
     let (world, target, draft) = world().await;
     target.hold();

@@ -48,9 +48,10 @@ impl Features {
         self.kept.width()
     }
 
-    /// Bytes of the rows kept.
-    pub(crate) fn kept_bytes(&self) -> u64 {
-        self.kept.bytes()
+    /// Bytes of the rows kept for sequences, and of those kept for known pages alone.
+    pub(crate) fn kept_bytes(&self) -> (u64, u64) {
+        let unused = self.kept.unused_bytes();
+        (self.kept.bytes() - unused, unused)
     }
 
     /// Rows of live sequences that were let go since boot because the memory for them was full.
@@ -58,15 +59,17 @@ impl Features {
         self.kept.rows_let_go()
     }
 
-    /// Publishes and keeps `rows` (row-major), the first of which belongs to position `first` of `key`.
-    pub(crate) fn publish(
+    /// Keeps `rows` (row-major), the first of which belongs to position `first` of `key`; publishes them if they are
+    /// `wanted`.
+    pub(crate) fn take(
         &mut self,
         key: Key,
         first: u32,
         rows: &[f32],
+        wanted: bool,
     ) -> Result<Vec<FeatureRef>, RingError> {
         self.kept.append(key, first, rows);
-        publish(&mut self.ring, first, rows)
+        if wanted { publish(&mut self.ring, first, rows) } else { Ok(Vec::new()) }
     }
 
     /// Publishes rows `from..to` of `key` again, at most half a ring of them; also tells the first position kept.
@@ -86,14 +89,21 @@ impl Features {
         self.kept.forget(key);
     }
 
-    /// Gives `key` the rows that are kept of the known pages it begins with. Nothing is published by that.
-    pub(crate) fn adopt(&mut self, key: Key, table: &SeqTable, pages: &PageAllocator) {
-        self.kept.adopt(key, table, pages);
+    /// Gives `key` the rows that are kept of the known pages it begins with, as [`Kept::adopt`] says.
+    pub(crate) fn adopt(&mut self, key: Key, table: &SeqTable, all: bool, pages: &PageAllocator) {
+        self.kept.adopt(key, table, all, pages);
     }
 
-    /// Keeps the rows of `key` for its known pages, from page number `from` on.
-    pub(crate) fn share(&mut self, key: Key, table: &SeqTable, from: usize, pages: &PageAllocator) {
-        self.kept.share(key, table, from, pages);
+    /// Keeps the rows of `key` for its known pages, from page number `from` on, as [`Kept::share`] says.
+    pub(crate) fn share(
+        &mut self,
+        key: Key,
+        table: &SeqTable,
+        from: usize,
+        all: bool,
+        pages: &PageAllocator,
+    ) {
+        self.kept.share(key, table, from, all, pages);
     }
 
     /// Lets go of the rows of pages that are not known any more.
@@ -133,7 +143,7 @@ mod tests {
     fn a_publication_fills_slots_with_consecutive_positions() {
         let epoch = Epoch::random().unwrap();
         let mut features = Features::create(4, WIDTH as u32, 16, u64::MAX, epoch).unwrap();
-        let refs = features.publish(key(1), 5, &rows(5..23)).unwrap();
+        let refs = features.take(key(1), 5, &rows(5..23), true).unwrap();
         let spans: Vec<(u32, u32)> = refs.iter().map(|r| (r.first, r.rows)).collect();
         assert_eq!(spans, [(5, 8), (13, 8), (21, 2)]);
         let (again, first_held) = features.publish_again(key(1), 0, 23).unwrap();

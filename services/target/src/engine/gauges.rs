@@ -1,6 +1,6 @@
 //! What the engine tells about itself, readable from any thread.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use eyrie_wire::v1::LoadReport;
 use tokio::sync::watch;
@@ -9,6 +9,7 @@ use tokio::sync::watch;
 #[derive(Debug)]
 pub(crate) struct Gauges {
     active: watch::Sender<usize>,
+    has_drafts: AtomicBool,
     running: AtomicU64,
     waiting: AtomicU64,
     kv_used: AtomicU64,
@@ -17,6 +18,7 @@ pub(crate) struct Gauges {
     prefix_lookups: AtomicU64,
     prefix_hits: AtomicU64,
     aux_bytes: AtomicU64,
+    cached_aux_bytes: AtomicU64,
     aux_rows_let_go: AtomicU64,
     streams: AtomicU64,
     rows: AtomicU64,
@@ -27,6 +29,7 @@ impl Gauges {
     pub(crate) fn new() -> Self {
         Self {
             active: watch::Sender::new(0),
+            has_drafts: AtomicBool::new(false),
             running: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             kv_used: AtomicU64::new(0),
@@ -35,6 +38,7 @@ impl Gauges {
             prefix_lookups: AtomicU64::new(0),
             prefix_hits: AtomicU64::new(0),
             aux_bytes: AtomicU64::new(0),
+            cached_aux_bytes: AtomicU64::new(0),
             aux_rows_let_go: AtomicU64::new(0),
             streams: AtomicU64::new(0),
             rows: AtomicU64::new(0),
@@ -63,9 +67,11 @@ impl Gauges {
         self.prefix_hits.store(hits, Relaxed);
     }
 
-    /// Bytes of feature rows kept, and rows let go since boot because there was no room for more.
-    pub(crate) fn set_features(&self, bytes: u64, rows_let_go: u64) {
+    /// Bytes of feature rows kept for sequences and for the prefix cache alone, and rows of sequences let go since boot
+    /// because there was no room for more.
+    pub(crate) fn set_features(&self, bytes: u64, cached: u64, rows_let_go: u64) {
         self.aux_bytes.store(bytes, Relaxed);
+        self.cached_aux_bytes.store(cached, Relaxed);
         self.aux_rows_let_go.store(rows_let_go, Relaxed);
     }
 
@@ -77,6 +83,16 @@ impl Gauges {
     pub(crate) fn add_step(&self, rows: usize) {
         self.rows.fetch_add(rows as u64, Relaxed);
         self.steps.fetch_add(1, Relaxed);
+    }
+
+    /// Notes that a draft has taken a lease.
+    pub(crate) fn draft_attached(&self) {
+        self.has_drafts.store(true, Relaxed);
+    }
+
+    /// Whether a draft has taken a lease since boot.
+    pub(crate) fn has_drafts(&self) -> bool {
+        self.has_drafts.load(Relaxed)
     }
 
     /// Sequences that have not ended, as they change.
@@ -99,6 +115,7 @@ impl Gauges {
             prefix_lookups: self.prefix_lookups.load(Relaxed),
             prefix_hits: self.prefix_hits.load(Relaxed),
             aux_bytes: self.aux_bytes.load(Relaxed),
+            cached_aux_bytes: self.cached_aux_bytes.load(Relaxed),
             aux_rows_let_go: self.aux_rows_let_go.load(Relaxed),
             ..Default::default()
         }

@@ -1,7 +1,8 @@
 //! Auxiliary rows kept for drafts that lack them, in blocks that cover a KV page each.
 //!
-//! A sequence refers to the blocks of its rows. A block that is full is also entered for the KV page that the prefix cache
-//! knows, so that sequences that start with that page share it, and it stays for as long as the page is known.
+//! A sequence refers to the blocks of its rows, or, if it wants no features, to that of the page it is filling. A block
+//! that is full is also entered for the KV page that the prefix cache knows, so that sequences that start with that page
+//! share it, and it stays for as long as the page is known.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -72,6 +73,11 @@ impl Kept {
         self.blocks as u64 * self.block_bytes()
     }
 
+    /// Bytes of the rows that no sequence refers to.
+    pub(super) fn unused_bytes(&self) -> u64 {
+        self.unused().count() as u64 * self.block_bytes()
+    }
+
     /// Rows of sequences that were let go because there was no room for more.
     pub(super) fn rows_let_go(&self) -> u64 {
         self.rows_let_go
@@ -126,14 +132,16 @@ impl Kept {
     }
 
     /// Gives `key`, which begins with the known pages of `table`, the rows that are kept of them: as many as reach up to
-    /// the table's end without a gap.
-    pub(super) fn adopt(&mut self, key: Key, table: &SeqTable, pages: &PageAllocator) {
+    /// the table's end without a gap, or without `all` those of the page that it goes on to fill.
+    pub(super) fn adopt(&mut self, key: Key, table: &SeqTable, all: bool, pages: &PageAllocator) {
         self.sweep(pages);
         self.forget(key);
+        let end = table.len();
         let reaches = |page: &&u32| self.pages.contains_key(page);
         let run = table.pages().iter().rev().take_while(reaches).count();
-        let first_page = table.pages().len() - run;
-        let (first, end) = ((first_page * self.page_rows) as u32, table.len());
+        let from = if all { 0 } else { end as usize / self.page_rows };
+        let first_page = from.max(table.pages().len() - run);
+        let first = end.min((first_page * self.page_rows) as u32);
         let mut rows = Rows { first, end, blocks: VecDeque::with_capacity(run) };
         for (index, page) in table.pages().iter().enumerate().skip(first_page) {
             self.clock += 1;
@@ -150,8 +158,16 @@ impl Kept {
         self.trim();
     }
 
-    /// Enters the rows of `key` for those of its whole pages, from page number `from` on, that are known by now.
-    pub(super) fn share(&mut self, key: Key, table: &SeqTable, from: usize, pages: &PageAllocator) {
+    /// Enters the rows of `key` for those of its whole pages, from page number `from` on, that are known by now. Without
+    /// `all` the sequence then has only those of the page that it is filling.
+    pub(super) fn share(
+        &mut self,
+        key: Key,
+        table: &SeqTable,
+        from: usize,
+        all: bool,
+        pages: &PageAllocator,
+    ) {
         self.sweep(pages);
         let Some(mut rows) = self.sequences.remove(&key) else { return };
         let first_page = rows.first as usize / self.page_rows;
@@ -167,6 +183,11 @@ impl Kept {
             let shared = Arc::clone(&self.pages.entry(page).or_insert(entry).block);
             let own = std::mem::replace(block, shared);
             self.release(own);
+        }
+        if !all && whole > first_page {
+            let done = rows.blocks.len().min(whole - first_page);
+            rows.blocks.drain(..done).for_each(|block| self.release(block));
+            rows.first = rows.end.min((whole * self.page_rows) as u32);
         }
         self.sequences.insert(key, rows);
     }
@@ -209,6 +230,11 @@ impl Kept {
 
     fn trim(&mut self) {
         while self.bytes() > self.limit && (self.drop_unused() || self.drop_oldest()) {}
+    }
+
+    fn unused(&self) -> impl Iterator<Item = (u32, &PageRows)> {
+        let is_unused = |rows: &PageRows| Arc::strong_count(&rows.block) == 1;
+        self.pages.iter().filter(move |(_, rows)| is_unused(rows)).map(|(&page, rows)| (page, rows))
     }
 
     /// Drops the block that no sequence refers to and that was used longest ago.

@@ -66,7 +66,7 @@ fn compute(kept: &mut Kept, pages: &mut PageAllocator, key: Key, len: u32) -> Se
     table.commit(len, PAGE).unwrap();
     kept.append(key, 0, &rows(0..len));
     pages.publish(&mut table, &tokens(len));
-    kept.share(key, &table, 0, pages);
+    kept.share(key, &table, 0, true, pages);
     table
 }
 
@@ -74,9 +74,9 @@ fn compute(kept: &mut Kept, pages: &mut PageAllocator, key: Key, len: u32) -> Se
 fn rows_of_known_pages_are_shared_and_outlive_the_sequence() {
     let (mut kept, mut pages) = (kept(100), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
     let table = compute(&mut kept, &mut pages, key(1), 10);
-    assert_eq!(kept.bytes(), 3 * BLOCK);
+    assert_eq!((kept.bytes(), kept.unused_bytes()), (3 * BLOCK, 0));
     let live = pages.lookup(&tokens(7));
-    kept.adopt(key(2), &live, &pages);
+    kept.adopt(key(2), &live, true, &pages);
     assert_eq!(kept.read(key(2), 0, 7, 99), (Some(0), 0, rows(0..7)));
     assert_eq!(kept.bytes(), 4 * BLOCK, "the page that it ends in has a copy");
     kept.append(key(2), 7, &[9.0; 2 * WIDTH]);
@@ -86,13 +86,13 @@ fn rows_of_known_pages_are_shared_and_outlive_the_sequence() {
     pages.free(table);
     assert_eq!(kept.bytes(), 4 * BLOCK);
     let later = pages.lookup(&tokens(8));
-    kept.adopt(key(3), &later, &pages);
+    kept.adopt(key(3), &later, true, &pages);
     assert_eq!(kept.read(key(3), 0, 8, 99), (Some(0), 0, rows(0..8)));
     for (key, table) in [(key(2), live), (key(3), later)] {
         kept.forget(key);
         pages.free(table);
     }
-    assert_eq!(kept.bytes(), 2 * BLOCK);
+    assert_eq!((kept.bytes(), kept.unused_bytes()), (2 * BLOCK, 2 * BLOCK));
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn rows_go_with_their_page_and_a_page_of_other_rows_has_none() {
     pages.reserve(&mut table, 8).unwrap();
     table.commit(8, PAGE).unwrap();
     pages.publish(&mut table, &other);
-    kept.adopt(key(2), &table, &pages);
+    kept.adopt(key(2), &table, true, &pages);
     assert_eq!(kept.read(key(2), 0, 8, 99), (None, 8, vec![]), "computed without features");
     assert_eq!(kept.bytes(), BLOCK, "the first page's rows: it was not needed");
     pages.free(table);
@@ -128,8 +128,28 @@ fn rows_that_no_sequence_has_go_first_and_a_gap_ends_what_is_adopted() {
     kept.forget(key(1));
     kept.append(key(2), 0, &rows(0..1));
     assert_eq!((kept.bytes(), kept.rows_let_go), (3 * BLOCK, 0));
-    kept.adopt(key(3), &table, &pages);
+    kept.adopt(key(3), &table, true, &pages);
     assert_eq!(kept.read(key(3), 0, 12, 99), (Some(4), 4, rows(4..12)));
-    kept.adopt(key(4), &pages.lookup(&tokens(4)), &pages);
+    kept.adopt(key(4), &pages.lookup(&tokens(4)), true, &pages);
     assert_eq!(kept.read(key(4), 0, 4, 99), (None, 4, vec![]));
+}
+
+#[test]
+fn a_sequence_without_features_leaves_rows_to_its_pages_only() {
+    let (mut kept, mut pages) = (kept(100), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
+    let mut table = SeqTable::default();
+    pages.reserve(&mut table, 10).unwrap();
+    for (from, to) in [(0, 3), (3, 9), (9, 10)] {
+        table.commit(to, PAGE).unwrap();
+        kept.append(key(1), from, &rows(from..to));
+        pages.publish(&mut table, &tokens(to));
+        kept.share(key(1), &table, from as usize / PAGE, false, &pages);
+    }
+    assert_eq!(kept.read(key(1), 0, 10, 99), (Some(8), 8, rows(8..10)));
+    assert_eq!((kept.bytes(), kept.unused_bytes()), (3 * BLOCK, 2 * BLOCK));
+    let hit = pages.lookup(&tokens(7));
+    kept.adopt(key(2), &hit, false, &pages);
+    assert_eq!(kept.read(key(2), 0, 7, 99), (Some(4), 4, rows(4..7)));
+    kept.adopt(key(3), &hit, true, &pages);
+    assert_eq!(kept.read(key(3), 0, 7, 99), (Some(0), 0, rows(0..7)));
 }

@@ -294,7 +294,8 @@ impl Engine {
         self.gauges.set_prefixes(cached as u64, self.prefixes.lookups, self.prefixes.hits);
         if let Some(features) = &mut self.features {
             features.sweep(&self.pages);
-            self.gauges.set_features(features.kept_bytes(), features.rows_let_go());
+            let (kept, cached) = features.kept_bytes();
+            self.gauges.set_features(kept, cached, features.rows_let_go());
         }
         self.gauges.set_streams(self.streams.len());
     }

@@ -58,8 +58,8 @@ impl Engine {
     fn begin(&mut self, key: Key, mut table: SeqTable, slots: usize) -> bool {
         let Some(sequence) = self.sequences.get_mut(&key) else { return false };
         let is_new = sequence.kv_len == 0;
-        if let Some(features) = self.features.as_mut().filter(|_| is_new && sequence.features) {
-            features.adopt(key, &table, &self.pages);
+        if let Some(features) = self.features.as_mut().filter(|_| is_new) {
+            features.adopt(key, &table, sequence.features, &self.pages);
         }
         let Ok(copy) = self.pages.reserve(&mut table, slots) else {
             self.pages.free(table);
@@ -85,7 +85,7 @@ impl Engine {
         }
         self.pages.publish(&mut sequence.table, &sequence.tokens);
         if let Some(features) = &mut self.features {
-            features.share(key, &sequence.table, from as usize, &self.pages);
+            features.share(key, &sequence.table, from as usize, sequence.features, &self.pages);
         }
     }
 

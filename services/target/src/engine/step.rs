@@ -67,10 +67,10 @@ impl Engine {
 
     /// Draws tokens from the rows of `out`, one piece after the other, and answers.
     fn commit(&mut self, pieces: &[Piece], out: &ForwardOut) -> Result<(), TargetError> {
+        // Where there is a draft, rows of sequences that want none are kept too, for those to come that begin alike.
+        let wanted = self.gauges.has_drafts() || pieces.iter().any(|p| self.sequences[&p.key].features);
         let aux = match (&out.aux, &self.features) {
-            (Some(aux), Some(_)) if pieces.iter().any(|piece| self.sequences[&piece.key].features) => {
-                aux.to_vec()?
-            }
+            (Some(aux), Some(_)) if wanted => aux.to_vec()?,
             _ => Vec::new(),
         };
         for (index, piece) in pieces.iter().enumerate() {
@@ -103,12 +103,15 @@ impl Engine {
         // Rows that are computed again were published before.
         let first_new = sequence.advance(kv_len).max(first);
         let route = sequence.route;
-        if let (true, Some(features)) = (sequence.features && first_new < kv_len, &mut self.features) {
+        if let (true, Some(features)) = (!aux.is_empty() && first_new < kv_len, &mut self.features) {
             let width = features.width();
             let rows = out.rows[index].start + (first_new - first) as usize..out.rows[index].end;
-            let refs = features.publish(key, first_new, &aux[rows.start * width..rows.end * width])?;
-            let body = Body::Features(v1::Features { refs, first_held: 0, fetched: false });
-            self.streams.reply(route, key.seq, body);
+            let rows = &aux[rows.start * width..rows.end * width];
+            let refs = features.take(key, first_new, rows, sequence.features)?;
+            if sequence.features {
+                let body = Body::Features(v1::Features { refs, first_held: 0, fetched: false });
+                self.streams.reply(route, key.seq, body);
+            }
         }
         if last {
             let row = out.logit_rows[index].start;
@@ -148,10 +151,10 @@ impl Engine {
             false => Keep::Path { base_len, nodes: &nodes },
         };
         self.model.rollback(&mut self.cache, &mut sequence.table, keep)?;
-        let refs = match (sequence.features, &mut self.features) {
-            (true, Some(features)) => {
+        let refs = match &mut self.features {
+            Some(features) if !aux.is_empty() => {
                 let rows = gather(aux, features.width(), &out.rows[index], &nodes);
-                features.publish(key, base_len, &rows)?
+                features.take(key, base_len, &rows, sequence.features)?
             }
             _ => Vec::new(),
         };

@@ -86,6 +86,7 @@ impl Service {
             return Err(refuse(Reason::Unreachable, "the model is loading or the target is stopping"));
         };
         tracing::info!(holder = first.holder, pid = first.pid, remote = first.remote, "lease granted");
+        self.state.gauges.draft_attached();
         let id = self.state.leases.grant(first.holder.clone(), first.pid, first.remote);
         let mut held = Held { state: Arc::clone(&self.state), id, offer: None };
         if !first.remote {

@@ -65,7 +65,7 @@ impl Lease {
         out
     }
 
-    fn width(&self) -> usize {
+    pub(crate) fn width(&self) -> usize {
         self.grant.aux_layers.len() * self.grant.hidden_size as usize
     }
 }
@@ -138,10 +138,10 @@ async fn rows_fetched_again_are_the_rows_first_published() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_cache_lets_the_oldest_rows_go_and_says_where_it_starts() {
     let row = 3 * 384 * 4;
-    let server = Server::start_with(|options| options.aux_cache_bytes = 64 * row).await;
+    let server = Server::start_with(|options| options.aux_cache_bytes = 128 * row).await;
     let lease = attach(&server).await;
     let mut rounds = server.rounds(1).await;
-    let long: Vec<u32> = goldens(4).into_iter().flat_map(|golden| golden.prompt).collect();
+    let long: Vec<u32> = goldens(5).into_iter().flat_map(|golden| golden.prompt).collect();
     rounds.send(1, Op::Open(with_features(greedy(&long, 5)))).await;
     let prompt = rounds.features().await;
     let rows = lease.rows(&prompt.refs, 0);
@@ -150,10 +150,10 @@ async fn a_full_cache_lets_the_oldest_rows_go_and_says_where_it_starts() {
     let held = rounds.features().await;
     let count: u32 = held.refs.iter().map(|at| at.rows).sum();
     assert_eq!(held.first_held + count, long.len() as u32);
-    assert!(count > 32 && count <= 64, "{count} rows held");
+    assert!(count > 64 && count <= 128, "{count} rows held");
     assert!(lease.rows(&held.refs, held.first_held) == rows[held.first_held as usize * lease.width()..]);
     let load = server.load().await;
-    assert_eq!((load.aux_bytes, load.aux_rows_let_go), (64 * row, u64::from(held.first_held)));
+    assert_eq!((load.aux_bytes, load.aux_rows_let_go), (128 * row, u64::from(held.first_held)));
     drop(lease);
     server.stop().await;
 }

@@ -237,7 +237,7 @@ impl Rounds {
 
 /// Opens half of `opens` on one stream as sequences 0, 1, …, and the others when the first one answers; says to each reply
 /// what `next(seq, reply, tokens so far)` says, and closes the finished ones; returns each one's tokens. Every round comes
-/// once, and so does every feature row.
+/// once, and so does every feature row behind those of a prefix cache.
 pub(crate) async fn together(
     rounds: &mut Rounds,
     opens: Vec<Open>,
@@ -247,14 +247,16 @@ pub(crate) async fn together(
     struct Heard {
         tokens: Vec<u32>,
         rounds: u32,
-        rows: u32,
+        /// First row that was published, and the one after the last.
+        rows: Option<(u32, u32)>,
         closing: bool,
     }
     impl Heard {
         fn take_rows(&mut self, refs: &[FeatureRef]) {
             for at in refs {
-                assert_eq!(at.first, self.rows, "rows that do not follow the last ones");
-                self.rows += at.rows;
+                let (_, end) = self.rows.get_or_insert((at.first, at.first));
+                assert_eq!(at.first, *end, "rows that do not follow the last ones");
+                *end += at.rows;
             }
         }
     }
@@ -285,7 +287,11 @@ pub(crate) async fn together(
         heard.rounds += 1;
         heard.tokens.extend(&state.tokens);
         heard.take_rows(&state.features);
-        assert!(!features[seq as usize] || heard.rows == state.kv_len, "sequence {seq} lacks rows");
+        if let Some((first, end)) = heard.rows {
+            assert_eq!(end, state.kv_len, "sequence {seq} lacks rows");
+            assert!(state.round > 0 || first == state.cached, "sequence {seq} lacks rows from {first} on");
+        }
+        assert_eq!(heard.rows.is_some(), features[seq as usize]);
         let op = if state.finish == 0 { next(seq, &state, &heard.tokens) } else { Some(close()) };
         if let Some(op) = op.filter(|_| !heard.closing) {
             heard.closing = matches!(op, Op::Close(_));

@@ -8,5 +8,6 @@ mod harness;
 mod lifecycle;
 mod numbers;
 mod preemption;
+mod prefix;
 mod protocol;
 mod tokens;

@@ -155,6 +155,7 @@ async fn a_prompt_that_is_preempted_publishes_each_row_once_and_draws_the_same_t
     let server = Server::start_with(|options| {
         options.max_sequences = 1;
         options.prefill_chunk = 1;
+        options.prefix_cache_bytes = Some(0);
     })
     .await;
     let long: Vec<u32> = goldens(12).into_iter().flat_map(|golden| golden.prompt).collect();
@@ -297,6 +298,7 @@ struct Sizes {
     spare: usize,
     prefill_chunk: usize,
     max_sequences: usize,
+    prefix_cache_bytes: Option<u64>,
 }
 
 /// Runs `jobs` together and checks what they are told; returns how often one was preempted.
@@ -306,6 +308,7 @@ async fn check(jobs: &[Job], sizes: &Sizes, goldens: &[Golden], references: &Ref
         options.kv_tokens = need + VERIFY_ROWS + sizes.spare;
         options.prefill_chunk = sizes.prefill_chunk;
         options.max_sequences = sizes.max_sequences;
+        options.prefix_cache_bytes = sizes.prefix_cache_bytes;
     })
     .await;
     let right = |job: &Job| &references[&(job.golden, job.seed)][..job.tokens];

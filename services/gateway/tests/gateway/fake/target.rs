@@ -49,6 +49,7 @@ struct Inner {
     waiting: AtomicU32,
     /// Break the protocol in this round.
     lie_in_round: AtomicU32,
+    cached: AtomicU32,
     fingerprint: Mutex<String>,
 }
 
@@ -72,6 +73,7 @@ impl FakeTarget {
             refuse_fetch: Mutex::default(),
             waiting: AtomicU32::new(0),
             lie_in_round: AtomicU32::new(u32::MAX),
+            cached: AtomicU32::new(0),
             fingerprint: Mutex::new("f00d".to_owned()),
         });
         let service = TargetServer::new(Service(Arc::clone(&inner)));
@@ -118,6 +120,11 @@ impl FakeTarget {
     /// From now on the target says that one sequence waits for pages.
     pub(crate) fn queue(&self) {
         self.inner.waiting.store(1, Ordering::SeqCst);
+    }
+
+    /// From now on a prefix cache holds the first `rows` positions of every prompt, and they are not published.
+    pub(crate) fn cache(&self, rows: u32) {
+        self.inner.cached.store(rows, Ordering::SeqCst);
     }
 
     pub(crate) fn lie_in_round(&self, round: u32) {
@@ -244,13 +251,15 @@ impl Engine {
         match work {
             Work::Prefill(_) => {
                 s.kv_len = s.tokens.len() as u32;
+                let cached = inner.cached.load(Ordering::SeqCst).min(s.kv_len - 1);
                 if s.features {
-                    for chunk in rows(0, s.kv_len) {
+                    for chunk in rows(cached, s.kv_len) {
                         bodies.push(Body::Features(Features { refs: vec![chunk], ..Default::default() }));
                     }
                 }
                 let first = next_token(&s.tokens, s.seed);
-                bodies.push(Body::Committed(s.commit(&[], vec![first], true, 0)));
+                let committed = Committed { cached, ..s.commit(&[], vec![first], true, 0) };
+                bodies.push(Body::Committed(committed));
             }
             Work::Verify { proposal, .. } => bodies.push(Body::Committed(s.verify(&proposal, true))),
             Work::Plain { left, .. } => {
