@@ -101,8 +101,9 @@ async fn run<F: Future<Output = ()> + Send + 'static>(peer: &Arc<Peer>, case: fn
         let peer = Arc::clone(peer);
         workers.spawn(async move {
             for seed in (worker..CASES).step_by(WORKERS as usize) {
-                let done = tokio::spawn(case(Arc::clone(&peer), Wild::new(seed))).await;
-                assert!(done.is_ok(), "case {seed}");
+                let mut one = JoinSet::from_iter([case(Arc::clone(&peer), Wild::new(seed))]);
+                let done = one.join_next().await;
+                assert!(matches!(done, Some(Ok(()))), "case {seed}");
             }
         });
     }
