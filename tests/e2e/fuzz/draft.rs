@@ -80,6 +80,7 @@ fn propose(wild: &mut Wild) -> Propose {
     }
     let shape = TreeShape { top_k: wild.number(2), levels: wild.number(3), nodes: wild.number(6) };
     let first = wild.below(base_len as usize) as u32;
+    let start = wild.pick(&[0, 0, 0, first, base_len]);
     Propose {
         round: wild.number(1),
         base_len: if wild.once_in(10) { wild.number(base_len) } else { base_len },
@@ -88,7 +89,7 @@ fn propose(wild: &mut Wild) -> Propose {
         features: features(wild, first, base_len),
         k: wild.number(3),
         tree: wild.once_in(3).then_some(shape),
-        start: if wild.once_in(3) { wild.number(first) } else { 0 },
+        start: wild.number(start),
     }
 }
 
