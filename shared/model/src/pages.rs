@@ -218,6 +218,11 @@ impl PageAllocator {
         holders.iter().filter(|&(&page, &holders)| self.holders[page as usize] == holders).count()
     }
 
+    /// Whether it has a prefix cache.
+    pub fn knows_prefixes(&self) -> bool {
+        self.prefixes.is_some()
+    }
+
     /// Whether the rows of `page` are known by their tokens.
     pub fn is_known(&self, page: u32) -> bool {
         self.prefixes.as_ref().is_some_and(|prefixes| prefixes.tree.contains(page))

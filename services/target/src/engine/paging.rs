@@ -66,7 +66,7 @@ impl Engine {
             return false;
         };
         self.copies.extend(copy);
-        if is_new {
+        if is_new && self.pages.knows_prefixes() {
             self.prefixes.lookups += sequence.reusable().len() as u64;
             self.prefixes.hits += u64::from(table.len());
             sequence.skip(table.len());

@@ -133,10 +133,10 @@ impl Play {
             sampling: SamplingParams::default(),
             rules: StopRules::max_tokens(max_tokens).stop_ids([STOP]),
             features: false,
-            need: 0,
+            priority: 0,
         };
         let mut sequence = Sequence::new(request, StreamId(1), 0);
-        sequence.kv_len = prompt.len() as u32;
+        sequence.advance(prompt.len() as u32);
         let opened = sequence.first_token(oracle.plain[0]);
         assert_eq!((opened.kv_len, opened.finish == 0), (oracle.kv_len(), oracle.goes_on()));
         Self { sequence, oracle, proposal: Proposal::empty() }

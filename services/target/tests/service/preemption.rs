@@ -336,8 +336,15 @@ fn any_sequences_in_a_tiny_cache_get_the_tokens_of_a_large_one() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let goldens = goldens(FUZZ_GOLDENS);
     let references = runtime.block_on(references(&goldens));
-    let sizes = (0..100_usize, 1..80_usize, 2..6_usize)
-        .prop_map(|(spare, prefill_chunk, max_sequences)| Sizes { spare, prefill_chunk, max_sequences });
+    let prefixes = prop_oneof![Just(None), Just(Some(0)), Just(Some(1))];
+    let sizes = (0..100_usize, 1..80_usize, 2..6_usize, prefixes).prop_map(
+        |(spare, prefill_chunk, max_sequences, prefix_cache_bytes)| Sizes {
+            spare,
+            prefill_chunk,
+            max_sequences,
+            prefix_cache_bytes,
+        },
+    );
     let config = ProptestConfig { cases: 6, failure_persistence: None, ..ProptestConfig::default() };
     let runs = (proptest::collection::vec(job(), 4..10), sizes);
     let preemptions = Cell::new(0);
