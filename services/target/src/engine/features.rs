@@ -6,7 +6,7 @@ use eyrie_model::{PageAllocator, SeqTable};
 use eyrie_region::{Epoch, RingError, RingGeometry, RingWriter};
 use eyrie_wire::v1::{FeatureRef, RingSlot, feature_ref::At};
 
-use super::kept::Kept;
+use super::kept::{Kept, KeptSizes};
 use super::sequence::Key;
 
 /// Rows a ring slot holds. A round of up to seven drafts fits one slot, and a slot is the unit that is overwritten.
@@ -20,18 +20,10 @@ pub(crate) struct Features {
 }
 
 impl Features {
-    /// A ring of `slots` slots for rows of `width` values. Rows of live sequences and of known pages of `page_rows` slots
-    /// are kept in up to `limit` bytes.
-    pub(crate) fn create(
-        slots: u32,
-        width: u32,
-        page_rows: usize,
-        limit: u64,
-        epoch: Epoch,
-    ) -> Result<Self, RingError> {
-        let geometry = RingGeometry { slots, slot_rows: SLOT_ROWS, row_width: width };
-        let kept = Kept::new(width as usize, page_rows, limit);
-        Ok(Self { ring: RingWriter::create(geometry, epoch)?, kept })
+    /// A ring of `slots` slots. Rows of live sequences and of known pages are kept as `sizes` says.
+    pub(crate) fn create(slots: u32, sizes: KeptSizes, epoch: Epoch) -> Result<Self, RingError> {
+        let geometry = RingGeometry { slots, slot_rows: SLOT_ROWS, row_width: sizes.width as u32 };
+        Ok(Self { ring: RingWriter::create(geometry, epoch)?, kept: Kept::new(sizes) })
     }
 
     pub(crate) fn geometry(&self) -> RingGeometry {
@@ -142,7 +134,8 @@ mod tests {
     #[test]
     fn a_publication_fills_slots_with_consecutive_positions() {
         let epoch = Epoch::random().unwrap();
-        let mut features = Features::create(4, WIDTH as u32, 16, u64::MAX, epoch).unwrap();
+        let sizes = KeptSizes { width: WIDTH, page_rows: 16, pages: 2, sequences: 1, limit: u64::MAX };
+        let mut features = Features::create(4, sizes, epoch).unwrap();
         let refs = features.take(key(1), 5, &rows(5..23), true).unwrap();
         let spans: Vec<(u32, u32)> = refs.iter().map(|r| (r.first, r.rows)).collect();
         assert_eq!(spans, [(5, 8), (13, 8), (21, 2)]);

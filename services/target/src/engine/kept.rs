@@ -26,6 +26,9 @@ pub(super) struct Kept {
     /// Blocks in use, and the memory of those that were.
     blocks: usize,
     spare: Vec<Vec<f32>>,
+    /// Blocks whose memory is taken when the first rows are kept: of every KV page, and of the page that each sequence is
+    /// filling. A target that has served for long needs no more than one that has just begun to.
+    untaken: usize,
     clock: u64,
     /// What [`PageAllocator::given_up`] was when blocks of pages were dropped last.
     swept: u64,
@@ -48,8 +51,24 @@ struct PageRows {
     block: Block,
 }
 
+/// Sizes of what is kept.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct KeptSizes {
+    /// Values a row.
+    pub(crate) width: usize,
+    /// Slots of a KV page.
+    pub(crate) page_rows: usize,
+    /// KV pages, and sequences that may hold some.
+    pub(crate) pages: usize,
+    pub(crate) sequences: usize,
+    /// Bytes at most.
+    pub(crate) limit: u64,
+}
+
 impl Kept {
-    pub(super) fn new(width: usize, page_rows: usize, limit: u64) -> Self {
+    pub(super) fn new(sizes: KeptSizes) -> Self {
+        let KeptSizes { width, page_rows, pages, sequences, limit } = sizes;
+        let block_bytes = (page_rows * width * size_of::<f32>()) as u64;
         Self {
             width,
             page_rows,
@@ -58,6 +77,7 @@ impl Kept {
             pages: HashMap::new(),
             blocks: 0,
             spare: Vec::new(),
+            untaken: (limit / block_bytes.max(1)).min((pages + sequences) as u64) as usize,
             clock: 0,
             swept: 0,
             rows_let_go: 0,
@@ -208,8 +228,16 @@ impl Kept {
     }
 
     fn allocate(&mut self) -> Block {
+        let values = self.page_rows * self.width;
+        let untaken = std::mem::take(&mut self.untaken);
+        self.spare.extend((0..untaken).map(|_| {
+            // Written once, so that there is memory behind it.
+            let mut block = vec![1.0; values];
+            block.clear();
+            block
+        }));
         self.blocks += 1;
-        Arc::new(self.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.page_rows * self.width)))
+        Arc::new(self.spare.pop().unwrap_or_else(|| Vec::with_capacity(values)))
     }
 
     fn copy(&mut self, rows: &[f32]) -> Block {

@@ -13,7 +13,7 @@ fn rows(positions: std::ops::Range<u32>) -> Vec<f32> {
 }
 
 fn kept(blocks: u64) -> Kept {
-    Kept::new(WIDTH, PAGE, blocks * BLOCK)
+    Kept::new(KeptSizes { width: WIDTH, page_rows: PAGE, pages: 4, sequences: 2, limit: blocks * BLOCK })
 }
 
 #[test]
@@ -152,4 +152,20 @@ fn a_sequence_without_features_leaves_rows_to_its_pages_only() {
     assert_eq!(kept.read(key(2), 0, 7, 99), (Some(4), 4, rows(4..7)));
     kept.adopt(key(3), &hit, true, &pages);
     assert_eq!(kept.read(key(3), 0, 7, 99), (Some(0), 0, rows(0..7)));
+}
+
+#[test]
+fn memory_is_taken_with_the_first_rows_and_used_again() {
+    for (limit, taken) in [(100, 6), (3, 3)] {
+        let mut kept = kept(limit);
+        kept.append(key(1), 0, &rows(0..1));
+        assert_eq!((kept.blocks, kept.spare.len()), (1, taken - 1));
+    }
+    let mut kept = kept(100);
+    for _ in 0..3 {
+        kept.append(key(1), 0, &rows(0..30));
+        assert_eq!((kept.blocks, kept.spare.len()), (8, 0));
+        kept.forget(key(1));
+        assert_eq!((kept.blocks, kept.spare.len()), (0, 8));
+    }
 }

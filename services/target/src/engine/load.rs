@@ -16,6 +16,7 @@ use eyrie_speculation::Sampler;
 
 use super::admission::Limits;
 use super::features::Features;
+use super::kept::KeptSizes;
 use super::streams::Streams;
 use super::{Engine, Gauges, Prefixes};
 use crate::TargetError;
@@ -65,7 +66,14 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         ids => {
             let ids: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
             model.set_capture(&CaptureSet::new(&ids, checkpoint.config().num_hidden_layers)?)?;
-            Some(Features::create(plan.ring_slots, plan.aux_width, PAGE_ROWS, plan.aux_cache_bytes, epoch)?)
+            let sizes = KeptSizes {
+                width: plan.aux_width as usize,
+                page_rows: PAGE_ROWS,
+                pages: plan.kv_tokens.div_ceil(PAGE_ROWS),
+                sequences: plan.max_sequences,
+                limit: plan.aux_cache_bytes,
+            };
+            Some(Features::create(plan.ring_slots, sizes, epoch)?)
         }
     };
     let parts =

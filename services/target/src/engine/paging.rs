@@ -41,11 +41,14 @@ impl Engine {
     fn try_admit(&mut self, key: Key, now: Instant) -> bool {
         let Some(sequence) = self.sequences.get(&key) else { return false };
         let (class, slots) = (sequence.rank.class, sequence.slots_wanted());
-        let table = self.pages.lookup(sequence.reusable());
         let victims = self.victims(now, |other| other.class > class);
         let others = self.holders() - victims.len();
+        if others >= self.max_sequences {
+            return false;
+        }
+        let table = self.pages.lookup(sequence.reusable());
         let wanted = slots.div_ceil(self.pages.page_rows()).saturating_sub(table.pages().len()) + others;
-        match others < self.max_sequences && self.make_room(victims, wanted, self.max_sequences - 1) {
+        match self.make_room(victims, wanted, self.max_sequences - 1) {
             true => self.begin(key, table, slots),
             false => {
                 self.pages.free(table);
