@@ -8,6 +8,10 @@ use eyrie_wire::{Reason, refuse};
 use tokio::sync::mpsc;
 use tonic::Status;
 
+/// Replies that wait for one stream at most. A gateway that asks for every stored reply of its sequences at once stays
+/// below it; one that repeats itself without end must not use up the memory.
+const MAX_PENDING: usize = 1 << 18;
+
 /// Number of a stream within this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct StreamId(pub(crate) u64);
@@ -20,6 +24,12 @@ pub(crate) type Ending = Arc<OnceLock<Result<(), Status>>>;
 pub(crate) struct Replies {
     pub(crate) frames: mpsc::Sender<TargetReply>,
     pub(crate) ending: Ending,
+}
+
+impl Replies {
+    fn has_room(&self) -> bool {
+        !self.frames.is_closed() && self.frames.capacity() > 0
+    }
 }
 
 /// How long a stream lives.
@@ -39,6 +49,17 @@ struct Outbox {
     pending: Vec<TargetOut>,
     /// Whether the other half has ended: no more items come.
     finished: bool,
+}
+
+impl Outbox {
+    /// Ends the stream, which frees its sequences as any broken one does.
+    fn cut_off(&mut self) {
+        let message = format!("{MAX_PENDING} replies may wait for a stream, and as many do");
+        let _ = self.replies.ending.set(Err(refuse(Reason::Busy, message)));
+        self.pending = Vec::new();
+        // With its sender gone the caller's half reads the end.
+        self.replies.frames = mpsc::channel(1).0;
+    }
 }
 
 /// All open streams.
@@ -106,9 +127,7 @@ impl Streams {
 
     /// Whether sequences of this stream may go on: it is open and its gateway takes its replies.
     pub(crate) fn is_flowing(&self, id: StreamId) -> bool {
-        self.open
-            .get(&id)
-            .is_some_and(|outbox| outbox.pending.is_empty() && outbox.replies.frames.capacity() > 0)
+        self.open.get(&id).is_some_and(|outbox| outbox.pending.is_empty() && outbox.replies.has_room())
     }
 
     /// Whether it is open, and its gateway takes no more replies for now.
@@ -116,10 +135,14 @@ impl Streams {
         self.open.contains_key(&id) && !self.is_flowing(id)
     }
 
-    /// Queues a reply; it is dropped if the stream is gone, since a repeated item is answered again.
+    /// Queues a reply; it is dropped if the stream is gone, since a repeated item is answered again. A stream for which
+    /// too many wait is ended.
     pub(crate) fn reply(&mut self, id: StreamId, seq: u64, body: Body) {
-        if let Some(outbox) = self.open.get_mut(&id) {
+        let Some(outbox) = self.open.get_mut(&id) else { return };
+        if outbox.pending.len() < MAX_PENDING {
             outbox.pending.push(TargetOut { seq, body: Some(body) });
+        } else {
+            outbox.cut_off();
         }
     }
 
@@ -175,6 +198,22 @@ mod tests {
         assert!(!streams.flush());
         assert_eq!(receiver.try_recv().unwrap().outs[0].seq, 3);
         assert!(streams.is_flowing(StreamId(1)));
+    }
+
+    #[test]
+    fn a_stream_for_which_too_many_replies_wait_is_ended() {
+        let mut streams = Streams::default();
+        let (sender, mut receiver) = replies();
+        let ending = sender.ending.clone();
+        streams.attach(StreamId(1), 7, Life::Lasting, sender);
+        for seq in 0..=MAX_PENDING as u64 {
+            assert!(ending.get().is_none());
+            streams.reply(StreamId(1), seq, closed());
+        }
+        assert!(ending.get().is_some_and(Result::is_err));
+        assert_eq!(receiver.try_recv(), Err(mpsc::error::TryRecvError::Disconnected));
+        assert!(!streams.flush() && !streams.is_flowing(StreamId(1)));
+        assert_eq!(streams.detach(StreamId(1)), Some(Life::Lasting), "its sequences are still to be freed");
     }
 
     #[test]

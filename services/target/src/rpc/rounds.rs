@@ -45,8 +45,9 @@ impl Service {
         Box::pin(replies)
     }
 
-    /// Carries frames to the engine until none come, then waits for the replies to end. Once it has said hello the engine holds the only lasting sender, so the replies
-    /// end when it lets go; until then this half does, so that they do not end before their ending is known.
+    /// Carries frames to the engine until none come, then waits for the replies to end. Once it has said hello the engine
+    /// holds the only lasting sender, so the replies end when it lets go; until then this half does, so that they do not
+    /// end before their ending is known.
     async fn read(self, mut frames: Streaming<TargetFrame>, replies: Replies, gone: CancellationToken) {
         let stream = self.new_stream();
         let ending = replies.ending.clone();
