@@ -9,17 +9,25 @@ mod bad_input;
 #[cfg(test)]
 mod demo;
 #[cfg(test)]
+mod disconnect;
+#[cfg(test)]
 mod draft_down;
+#[cfg(test)]
+mod faults;
 #[cfg(test)]
 mod fuzz;
 #[cfg(test)]
 mod goldens;
+#[cfg(test)]
+mod killed;
 #[cfg(test)]
 mod licences;
 #[cfg(test)]
 mod limits;
 #[cfg(test)]
 mod lossless;
+#[cfg(test)]
+mod matrix;
 #[cfg(test)]
 mod memory;
 #[cfg(test)]
@@ -28,6 +36,8 @@ mod pools;
 mod prefix;
 #[cfg(test)]
 mod remote;
+#[cfg(test)]
+mod resident;
 #[cfg(test)]
 mod sampling;
 #[cfg(test)]

@@ -2,14 +2,12 @@
 
 use crate::EYRIE;
 use eyrie_tests::{Asked, Fleet, ask, client, goldens, until};
-use eyrie_wire::v1::target_client::TargetClient;
-use eyrie_wire::v1::{LoadReport, LoadRequest};
+use eyrie_wire::v1::LoadReport;
 
 const TOKENS: u32 = 100;
 
 async fn load(fleet: &Fleet) -> LoadReport {
-    let channel = eyrie_wire::connect(&fleet.ready().target.parse().unwrap()).await.unwrap();
-    TargetClient::new(channel).load(LoadRequest {}).await.unwrap().into_inner()
+    eyrie_tests::load(&fleet.ready().target).await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,12 +4,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use eyrie_tests::{Fleet, Golden, Service, Signal, ask, client, goldens, mini, mini_eagle3, signal, until};
+use eyrie_tests::{
+    Fleet, Golden, Service, Signal, ask, client, draft_card, goldens, mini, mini_eagle3, signal, until,
+};
 use eyrie_wire::reason_of;
-use eyrie_wire::v1::draft_client::DraftClient;
 use eyrie_wire::v1::peer::{Role, State};
-use eyrie_wire::v1::target_client::TargetClient;
-use eyrie_wire::v1::{DescribeDraftRequest, GetModelRequest, LoadReport, LoadRequest, Model};
+use eyrie_wire::v1::{GetModelRequest, LoadReport, Model};
 use tokio::task::JoinSet;
 
 use crate::EYRIE;
@@ -117,14 +117,11 @@ async fn model(gateway: &str) -> Option<Model> {
 }
 
 async fn load(target: &str) -> LoadReport {
-    let channel = eyrie_wire::connect(&target.parse().unwrap()).await.unwrap();
-    TargetClient::new(channel).load(LoadRequest {}).await.unwrap().into_inner()
+    eyrie_tests::load(target).await.unwrap()
 }
 
 async fn draft_sequences(draft: &str) -> u32 {
-    let channel = eyrie_wire::connect(&draft.parse().unwrap()).await.unwrap();
-    let card = DraftClient::new(channel).describe(DescribeDraftRequest {}).await.unwrap().into_inner();
-    card.targets.iter().map(|lease| lease.sequences).sum()
+    draft_card(draft).await.unwrap().targets.iter().map(|lease| lease.sequences).sum()
 }
 
 /// Clients that ask one gateway after the other, again and again.

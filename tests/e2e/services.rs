@@ -1,18 +1,9 @@
 //! Services one by one: any order of start, TCP or unix sockets, orderly end, health.
 
 use crate::EYRIE;
-use eyrie_tests::{Fleet, Service, Signal, ask, client, goldens, mini, mini_eagle3, signal, until};
-use eyrie_wire::v1::GetModelRequest;
-
-async fn speculating(endpoint: &str) {
-    until("the gateway to speculate", async || {
-        let channel = eyrie_wire::connect(&endpoint.parse().unwrap()).await.ok()?;
-        let mut client = eyrie_wire::v1::generation_client::GenerationClient::new(channel);
-        let model = client.get_model(GetModelRequest {}).await.ok()?.into_inner();
-        model.speculating.then_some(())
-    })
-    .await;
-}
+use eyrie_tests::{
+    Fleet, Service, Signal, ask, client, goldens, mini, mini_eagle3, signal, speculating, until,
+};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn any_order_of_start_ends_in_speculation() {
@@ -69,25 +60,6 @@ async fn restarted_target_serves_again_with_a_new_epoch() {
     let outcome = ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&after.grpc).await).await.unwrap();
     assert_eq!(outcome.ids, golden.greedy_ids);
     assert!(outcome.usage.accepted_tokens > 0);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn killed_target_costs_a_running_request_nothing_but_time() {
-    let fleet = Fleet::start(EYRIE, &["--restart"]);
-    let ready = fleet.ready();
-    let mut client = client(&ready.grpc).await;
-    let asked = ask(&goldens()[6].prompt_ids, 800).chain(3).sampled(0.8, 3);
-    let whole = asked.run(&mut client).await.unwrap();
-    let stream = client.generate_stream(asked.0).await.unwrap().into_inner();
-    let mut pending = true;
-    let outcome = eyrie_tests::collect(stream, |so_far| {
-        if pending && so_far.ids.len() > 100 {
-            pending = false;
-            signal(ready.pids.target, Signal::KILL);
-        }
-    });
-    assert_eq!(outcome.await.unwrap().ids, whole.ids);
-    assert!(!pending, "the target was killed on the way");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

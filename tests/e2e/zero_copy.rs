@@ -3,14 +3,7 @@
 use crate::EYRIE;
 use std::path::Path;
 
-use eyrie_tests::{Fleet, ask, client, root};
-use eyrie_wire::v1::draft_client::DraftClient;
-use eyrie_wire::v1::{DescribeDraftRequest, DraftCard};
-
-async fn card(address: &str) -> DraftCard {
-    let channel = eyrie_wire::connect(&address.parse().unwrap()).await.unwrap();
-    DraftClient::new(channel).describe(DescribeDraftRequest {}).await.unwrap().into_inner()
-}
+use eyrie_tests::{Fleet, ask, client, draft_card, root};
 
 /// One mapping of a process as /proc/PID/smaps tells it, in bytes.
 #[derive(Debug, Default)]
@@ -58,7 +51,7 @@ async fn draft_maps_the_embedding_and_owns_none_of_it() {
     let prompt: Vec<u32> = (100..400).collect();
     ask(&prompt, 64).chain(3).run(&mut client(&ready.grpc).await).await.unwrap();
 
-    let card = card(ready.draft.as_ref().unwrap()).await;
+    let card = draft_card(ready.draft.as_ref().unwrap()).await.unwrap();
     let lease = &card.targets[0];
     // Embedding and head of the bundled target: 2 x 4096 x 384 bf16.
     let shared = 2 * 4096 * 384 * 2;
@@ -89,7 +82,7 @@ async fn draft_without_a_head_uses_the_target_s() {
     let drafted = ask(&prompt, 40).chain(3).run(&mut client).await.unwrap();
     assert_eq!(drafted.ids, plain.ids);
     assert!(drafted.usage.drafted_tokens > 0);
-    let card = card(ready.draft.as_ref().unwrap()).await;
+    let card = draft_card(ready.draft.as_ref().unwrap()).await.unwrap();
     assert_eq!(card.targets[0].mapped_private_dirty, 0);
     let own = std::fs::metadata(draft.join("model.safetensors")).unwrap().len();
     assert!(card.own_bytes <= own, "own {} of a file of {own} bytes without embed and head", card.own_bytes);

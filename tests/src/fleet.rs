@@ -10,7 +10,7 @@ use serde::Deserialize;
 pub use rustix::process::Signal;
 
 /// Longest wait for any condition.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What `--ready-file` holds.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]

@@ -7,14 +7,20 @@
 
 mod fleet;
 mod goldens;
+mod proxy;
 mod raw;
 mod request;
+mod rest;
+mod trio;
 mod wild;
 
 pub use fleet::{Fleet, Pids, Ready, Service, Signal, signal, until};
 pub use goldens::{Golden, Tree, TreeRound, goldens};
+pub use proxy::{Cable, DraftFault, DraftProxy, Passed, TargetFault, TargetProxy};
 pub use raw::{Answer, call, framed};
 pub use request::{Asked, Outcome, ask, client, collect};
+pub use rest::{at_rest, draft_card, load};
+pub use trio::{Trio, speculating};
 pub use wild::Wild;
 
 use std::path::{Path, PathBuf};

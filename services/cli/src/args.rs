@@ -62,7 +62,7 @@ pub(crate) struct ModelArgs {
     /// Compute threads of target and draft [default: the machine's cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
-    /// Tokens that the target's KV cache holds [default: 65536]
+    /// Tokens that the target's KV cache holds [default: 16384]
     #[arg(long, value_name = "N")]
     pub(crate) kv_tokens: Option<u32>,
     /// Bytes that target and draft each keep of ended sequences for prompts that begin alike; 0 keeps none
@@ -255,8 +255,8 @@ pub(crate) struct TargetArgs {
     /// Serve at most this context instead of the model's
     #[arg(long, value_name = "N")]
     pub(crate) context: Option<u32>,
-    /// Tokens that the KV cache holds
-    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    /// Tokens that the KV cache holds; its memory is taken at the start
+    #[arg(long, value_name = "N", default_value_t = 16_384)]
     pub(crate) kv_tokens: usize,
     /// Bytes of the KV cache that keep ended sequences for prompts that begin alike; 0 keeps none
     /// [default: what is free]
@@ -294,8 +294,8 @@ pub(crate) struct DraftArgs {
     /// are read over the network. Never one in place of another
     #[arg(long, value_name = "map|target|DIR", default_value = "map", value_parser = parse_shared)]
     pub(crate) shared_weights: SharedSource,
-    /// Tokens that the draft's KV cache holds, over all targets
-    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    /// Tokens that the draft's KV cache holds, over all targets; its memory is taken when it attaches
+    #[arg(long, value_name = "N", default_value_t = 16_384)]
     pub(crate) cache_tokens: usize,
     /// Bytes of that cache that keep ended sequences for prompts that begin alike; 0 keeps none
     /// [default: what is free]

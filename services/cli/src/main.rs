@@ -8,6 +8,7 @@ mod demo;
 mod doctor;
 mod fleet;
 mod generate;
+mod heap;
 mod service;
 mod signals;
 mod style;
@@ -45,7 +46,8 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.enable_all().max_blocking_threads(blocking_threads()).build()?;
     let code = runtime.block_on(async {
         match cli.command {
             Command::Demo(args) => demo::demo(args).await,
@@ -61,6 +63,12 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     // A read of standard input cannot be cancelled, and dropping the runtime would wait for it.
     runtime.shutdown_background();
     code
+}
+
+/// Threads that tokenise prompts, import weights and wait for standard input. The default of 512 lets a burst of requests
+/// start one each, which are no faster than the cores and leave their stacks and heaps behind.
+fn blocking_threads() -> usize {
+    std::thread::available_parallelism().map_or(8, |cores| cores.get().max(8))
 }
 
 #[cfg(test)]

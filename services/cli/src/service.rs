@@ -10,6 +10,7 @@ use tokio::io::AsyncReadExt;
 
 use crate::args::{DraftArgs, GatewayArgs, ServiceArgs, TargetArgs};
 use crate::doctor;
+use crate::heap;
 use crate::signals::Signals;
 
 /// Runs the target service until it is drained.
@@ -112,6 +113,13 @@ fn begin(args: &ServiceArgs) -> anyhow::Result<Drain> {
             () = tokio::time::sleep(grace) => {}
         }
         handle.stop();
+    });
+    let stopping = drain.clone();
+    drain.spawn(async move {
+        tokio::select! {
+            () = heap::trim_when_idle() => {}
+            () = stopping.stopped() => {}
+        }
     });
     Ok(drain)
 }

@@ -65,7 +65,7 @@ pub struct DraftOptions {
 }
 
 impl DraftOptions {
-    /// Defaults for the head in `model_dir`: mapped weights, all threads, 65,536 cached positions, 64 sequences,
+    /// Defaults for the head in `model_dir`: mapped weights, all threads, 16,384 cached positions, 64 sequences,
     /// 63 draft tokens, 60 s for unary calls.
     pub fn new(model_dir: PathBuf, listen: Address, targets: Vec<Address>) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl DraftOptions {
             listen,
             targets,
             shared: SharedSource::Map,
-            cache_tokens: 65_536,
+            cache_tokens: 16_384,
             prefix_cache_bytes: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::best(),

@@ -133,6 +133,11 @@ impl Rounds {
         verify
     }
 
+    /// Whether it was taken in before: a stream that was made again, or a peer in between, may repeat an answer.
+    pub(crate) fn is_repeated(&self, committed: &Committed) -> bool {
+        self.phase != Phase::Opening && committed.round <= self.round
+    }
+
     /// Takes in what the target committed.
     ///
     /// # Errors

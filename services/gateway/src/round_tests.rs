@@ -265,8 +265,11 @@ fn a_target_that_contradicts_the_question_is_caught() {
         assert!(violation.contains(line), "{violation} lacks {line}");
     }
     let mut rounds = verifying(&[]);
+    assert!(!rounds.is_repeated(&ok), "it answers what was asked");
     let plain = Committed { round: 1, kv_len: 4, tokens: vec![7], last: true, ..Default::default() };
     assert!(rounds.committed(plain.clone()).is_ok());
+    let opening = Committed { kv_len: 3, tokens: vec![6], ..Default::default() };
+    assert!(rounds.is_repeated(&plain) && rounds.is_repeated(&opening));
     assert_eq!(rounds.committed(plain).unwrap_err(), Violation::Unasked { given: 1 });
 }
 

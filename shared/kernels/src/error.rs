@@ -1,6 +1,7 @@
 //! What can go wrong in a kernel call: always a wrong argument or a broken worker, never arithmetic.
 
 use eyrie_checkpoint::Layout;
+use eyrie_region::RegionError;
 
 /// Error of a kernel call or of building a kernel's weights.
 #[derive(Debug, thiserror::Error)]
@@ -64,6 +65,9 @@ pub enum KernelError {
     /// A kernel panicked on one of the pool's threads; the pool itself stays usable.
     #[error("a kernel panicked on a worker thread")]
     Panicked,
+    /// Memory that cannot be had.
+    #[error(transparent)]
+    Memory(#[from] RegionError),
     /// Error of the tensor library.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use eyrie_region::Resident;
+
 use crate::error::{Result, limit, shape};
 
 const OP: &str = "paged rows";
@@ -12,14 +14,14 @@ pub struct PagedRows {
     page_rows: usize,
     width: usize,
     slots: usize,
-    values: Vec<f32>,
+    values: Resident,
 }
 
 impl PagedRows {
     /// A pool of `pages * page_rows` zero rows of `width` numbers.
     ///
     /// # Errors
-    /// A zero size, or more slots or bytes than can be addressed.
+    /// A zero size, more slots or bytes than can be addressed, or more memory than there is.
     pub fn new(pages: usize, page_rows: usize, width: usize) -> Result<PagedRows> {
         for (name, value) in [("pages", pages), ("page_rows", page_rows), ("width", width)] {
             if value == 0 {
@@ -32,7 +34,7 @@ impl PagedRows {
             let got = format!("{pages} x {page_rows} x {width}");
             return Err(limit(OP, "pages x page_rows x width", got, "2^32 slots, addressable bytes"));
         };
-        Ok(PagedRows { page_rows, width, slots, values: vec![0.0; values] })
+        Ok(PagedRows { page_rows, width, slots, values: Resident::zeroed("cache", values)? })
     }
 
     /// Rows of one page.

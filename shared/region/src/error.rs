@@ -29,15 +29,25 @@ pub enum RegionError {
         /// File or memfd.
         name: String,
     },
-    /// A memfd that would need more memory than the machine or its control group has left.
-    #[error("memfd {name}: {bytes} bytes exceed the {available} bytes of memory available")]
+    /// More memory than the machine or its control group has left.
+    #[error("{name}: {bytes} bytes exceed the {available} bytes of memory available")]
     OutOfMemory {
-        /// The memfd's name.
+        /// What it is for.
         name: String,
         /// Bytes asked for.
         bytes: u64,
         /// Bytes that could be had.
         available: u64,
+    },
+    /// Memory of this process could not be had.
+    #[error("{name}: cannot map {bytes} bytes: {source}")]
+    Resident {
+        /// What it is for.
+        name: String,
+        /// Bytes asked for.
+        bytes: usize,
+        /// The kernel's answer.
+        source: io::Error,
     },
     /// A system call on a memfd failed.
     #[error("memfd {name}: cannot {action}: {source}")]

@@ -16,6 +16,7 @@ mod local;
 mod memfd;
 mod memory;
 mod region;
+mod resident;
 mod ring;
 mod usage;
 
@@ -29,6 +30,8 @@ pub use lease::{Lease, LeaseId, LeaseTable};
 pub use ledger::{Importer, Ledger};
 pub use local::Local;
 pub use memfd::{ImportedMemfd, Memfd, MemfdBuilder};
+pub use memory::trim_heap;
 pub use region::{ALIGN, Region, RegionKind, UnknownKind, align_up};
+pub use resident::Resident;
 pub use ring::{RingError, RingGeometry, RingReader, RingWriter, SlotRef};
 pub use usage::{MappingUsage, mapping_usage};

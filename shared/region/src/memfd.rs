@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use memmap2::{Mmap, MmapMut, MmapOptions};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
-use crate::memory::available_memory;
+use crate::memory::{available_memory, check_fits};
 use crate::{Region, RegionError, RegionKind};
 
 /// A memfd while it is being filled.
@@ -140,14 +140,6 @@ pub(crate) fn create(name: &str, len: u64) -> Result<OwnedFd, RegionError> {
     Ok(fd)
 }
 
-/// Allocating more than there is does not fail, it summons the OOM killer upon bystanders: refuse it beforehand.
-fn check_fits(name: &str, len: u64, available: u64) -> Result<(), RegionError> {
-    if len <= available {
-        return Ok(());
-    }
-    Err(RegionError::OutOfMemory { name: name.to_owned(), bytes: len, available })
-}
-
 /// Fixes size and seals of `fd` for good, with `write` deciding who may still write.
 pub(crate) fn seal(fd: &OwnedFd, write: SealFlags) -> rustix::io::Result<()> {
     rustix::fs::fcntl_add_seals(fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL | write)
@@ -276,6 +268,6 @@ mod tests {
         assert!(matches!(MemfdBuilder::new("none", 0), Err(RegionError::Empty { .. })));
         check_fits("fits", 4096, 4096).unwrap();
         let error = check_fits("huge", 4097, 4096).unwrap_err().to_string();
-        assert_eq!(error, "memfd huge: 4097 bytes exceed the 4096 bytes of memory available");
+        assert_eq!(error, "huge: 4097 bytes exceed the 4096 bytes of memory available");
     }
 }

@@ -1,7 +1,9 @@
-//! How much memory could be allocated now.
+//! How much memory could be allocated now, and giving back what the heap does not use.
 
 use std::fs;
 use std::path::Path;
+
+use crate::RegionError;
 
 /// Bytes that an allocation may take: what the kernel calls available, and no more than the limit of this process's
 /// own control group. Never above `isize::MAX`; that much, too, where `/proc` tells nothing.
@@ -21,6 +23,24 @@ fn cgroup_limit() -> Option<u64> {
     let path = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
     // The word `max`, for no limit, does not parse.
     fs::read_to_string(Path::new("/sys/fs/cgroup").join(path).join("memory.max")).ok()?.trim().parse().ok()
+}
+
+/// Allocating more than there is does not fail, it summons the OOM killer upon bystanders: refuse it beforehand.
+pub(crate) fn check_fits(name: &str, len: u64, available: u64) -> Result<(), RegionError> {
+    if len <= available {
+        return Ok(());
+    }
+    Err(RegionError::OutOfMemory { name: name.to_owned(), bytes: len, available })
+}
+
+/// Gives the pages of freed memory back to the system. The allocator keeps them by itself where something that still
+/// lives lies behind them, so that a burst would be remembered for ever. Takes milliseconds and the heap's locks.
+pub fn trim_heap() {
+    // SAFETY: it changes no live allocation and is safe to call from any thread.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::malloc_trim(0);
+    }
 }
 
 #[cfg(test)]

@@ -216,7 +216,7 @@ impl RingWriter {
             move |source| RingError::Region(RegionError::Memfd { name: NAME.to_owned(), action, source })
         };
         let fd = memfd::create(NAME, geometry.byte_len()?)?;
-        let map = MmapOptions::new().map_raw(&fd).map_err(failed("map it"))?;
+        let map = MmapOptions::new().populate().map_raw(&fd).map_err(failed("map it"))?;
         memfd::seal(&fd, SealFlags::FUTURE_WRITE).map_err(|e| failed("seal it")(e.into()))?;
         let ring = Mapping { map, geometry };
         ring.u64(AT_MAGIC).store(MAGIC, Ordering::Relaxed);
@@ -280,7 +280,7 @@ impl RingReader {
     pub fn open(fd: OwnedFd, geometry: RingGeometry, epoch: Epoch) -> Result<Self, RingError> {
         // Its writer goes on writing; nobody else may begin to.
         memfd::check_import(&fd, geometry.byte_len()?, SealFlags::FUTURE_WRITE)?;
-        let map = MmapOptions::new().map_raw_read_only(&fd).map_err(|source| {
+        let map = MmapOptions::new().populate().map_raw_read_only(&fd).map_err(|source| {
             RingError::Region(RegionError::Memfd { name: "ring".to_owned(), action: "map it", source })
         })?;
         let ring = Mapping { map, geometry };

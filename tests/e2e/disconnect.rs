@@ -1,0 +1,166 @@
+//! P3 and A11: clients that leave or run out of time, while they queue, in prefill and in decode, are computed for no
+//! longer and leave nothing behind.
+
+use std::time::Duration;
+
+use crate::EYRIE;
+use eyrie_tests::{Asked, Outcome, Signal, TargetProxy, Trio, ask, client, collect, goldens, load, until};
+use eyrie_wire::v1::target_client::TargetClient;
+use eyrie_wire::v1::target_item::Op;
+use eyrie_wire::v1::{Close, GenerateChunk, Hello, Limits, Open, Sampling, TargetFrame, TargetItem};
+use eyrie_wire::{PROTOCOL_VERSION, reason_of};
+use tonic::{Code, Request, Status, Streaming};
+
+/// Long enough for a request to get anywhere on a busy machine; the target is stopped until it is over.
+const TIMEOUT: Duration = Duration::from_secs(2);
+const LONG: u32 = 3000;
+
+/// Three services with a proxy before the target.
+async fn proxied(flags: &[&str]) -> (Trio, TargetProxy) {
+    let mut trio = Trio::new(EYRIE);
+    trio.start_target("target", flags);
+    trio.start_draft("target");
+    let target = TargetProxy::start(&trio.at("to-target"), &trio.at("target")).await;
+    trio.start_gateway("to-target", "draft", &[]);
+    trio.speculating().await;
+    (trio, target)
+}
+
+async fn begin(trio: &Trio, asked: Asked) -> Streaming<GenerateChunk> {
+    client(&trio.at("gateway")).await.generate_stream(asked.0).await.unwrap().into_inner()
+}
+
+/// Reads until `tokens` ids have come.
+async fn read(stream: &mut Streaming<GenerateChunk>, tokens: usize) {
+    let mut seen = 0;
+    while seen < tokens {
+        seen += stream.message().await.unwrap().expect("it goes on").token_ids.len();
+    }
+}
+
+async fn in_time(trio: &Trio, asked: Asked) -> Result<Outcome, Status> {
+    let mut request = Request::new(asked.0);
+    request.set_timeout(TIMEOUT);
+    collect(client(&trio.at("gateway")).await.generate_stream(request).await?.into_inner(), |_| {}).await
+}
+
+fn assert_overdue(outcome: Result<Outcome, Status>) {
+    let status = outcome.expect_err("the deadline passes");
+    assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::DeadlineExceeded, Some("DEADLINE")));
+}
+
+/// As many prompt tokens as the context has room for beside some to generate.
+fn long_prompt() -> Vec<u32> {
+    (0..3900).map(|n| 100 + n * 7 % 3000).collect()
+}
+
+/// Speaks of sequence 1 of a caller who is not the gateway.
+async fn tell(trio: &Trio, op: Op) {
+    let channel = eyrie_wire::connect(&trio.at("target").parse().unwrap()).await.unwrap();
+    let hello = Hello { protocol_version: PROTOCOL_VERSION, boot_id: 99, ..Default::default() };
+    let frame = TargetFrame { hello: Some(hello), items: vec![TargetItem { seq: 1, op: Some(op) }] };
+    TargetClient::new(channel).round(frame).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_the_queue() {
+    let trio = Trio::start(EYRIE, &["--max-sequences", "1"]);
+    trio.speculating().await;
+    tell(
+        &trio,
+        Op::Open(Open {
+            tokens: vec![5, 6, 7],
+            sampling: Some(Sampling { top_p: 1.0, ..Default::default() }),
+            limits: Some(Limits { max_tokens: 8, ..Default::default() }),
+            ..Default::default()
+        }),
+    )
+    .await;
+    let target = trio.at("target");
+    let waiting = async |wanted: u32| {
+        let what = format!("{wanted} sequences to wait");
+        until(&what, async || load(&target).await.ok().filter(|load| load.waiting == wanted)).await
+    };
+    let before = waiting(0).await;
+    let prompt = &goldens()[0].prompt_ids;
+    for asked in [ask(prompt, LONG), ask(prompt, LONG).chain(3)] {
+        let stream = begin(&trio, asked.clone()).await;
+        waiting(1).await;
+        drop(stream);
+        waiting(0).await;
+        let (outcome, _) = tokio::join!(in_time(&trio, asked), waiting(1));
+        assert_overdue(outcome);
+        let after = waiting(0).await;
+        assert_eq!((after.rows, after.running), (before.rows, 1), "nothing was computed");
+    }
+    tell(&trio, Op::Close(Close {})).await;
+    let golden = &goldens()[1];
+    let outcome = ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&trio.at("gateway")).await).await;
+    assert_eq!(outcome.unwrap().ids, golden.greedy_ids);
+    trio.at_rest().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_prefill() {
+    let (trio, target) = proxied(&["--prefill-chunk", "256"]).await;
+    let asked = ask(&long_prompt(), 64).auto();
+    let mut computed = load(&trio.at("target")).await.unwrap().rows;
+    let mut is_partial = async || {
+        trio.at_rest().await;
+        let rows = load(&trio.at("target")).await.unwrap().rows;
+        let prefilled = rows - std::mem::replace(&mut computed, rows);
+        assert!((1..long_prompt().len() as u64).contains(&prefilled), "{prefilled} rows");
+    };
+
+    let stream = begin(&trio, asked.clone()).await;
+    target.passed(|passed| passed.chunks >= 2).await;
+    drop(stream);
+    is_partial().await;
+    let passed = target.passed(|passed| passed.closes == 1).await;
+    // The step under way when the news left, and one that may have begun before it came.
+    assert!(passed.after_close <= 2, "{passed:?}");
+
+    let stop = async {
+        target.passed(|now| now.chunks > passed.chunks).await;
+        trio.signal("target", Signal::STOP);
+    };
+    let (outcome, ()) = tokio::join!(in_time(&trio, asked), stop);
+    assert_overdue(outcome);
+    trio.signal("target", Signal::CONT);
+    is_partial().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_decode() {
+    let (trio, target) = proxied(&["--prefill-chunk", "512"]).await;
+    let golden = &goldens()[0];
+    let mut closes = 0;
+    for asked in [ask(&golden.prompt_ids, LONG), ask(&golden.prompt_ids, LONG).chain(3)] {
+        let mut stream = begin(&trio, asked.clone()).await;
+        read(&mut stream, 20).await;
+        // Beside the prompt of another a step takes so long that a credit cannot run out before the news is there.
+        let before = target.passed(|_| true).await;
+        let other = begin(&trio, ask(&long_prompt(), 8).auto()).await;
+        target.passed(|passed| passed.chunks > before.chunks).await;
+        drop(stream);
+        closes += 1;
+        target.passed(|passed| passed.closes == closes).await;
+        drop(other);
+        trio.at_rest().await;
+        closes += 1;
+        let passed = target.passed(|passed| passed.closes == closes).await;
+        // Two sequences, each as in prefill.
+        assert!(passed.after_close - before.after_close <= 4, "{passed:?} after {before:?}");
+
+        let commits = passed.commits;
+        let stop = async {
+            target.passed(|passed| passed.commits > commits + 20).await;
+            trio.signal("target", Signal::STOP);
+        };
+        let (outcome, ()) = tokio::join!(in_time(&trio, asked), stop);
+        assert_overdue(outcome);
+        trio.signal("target", Signal::CONT);
+        trio.at_rest().await;
+        closes += 1;
+    }
+}
