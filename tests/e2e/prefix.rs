@@ -54,7 +54,9 @@ async fn hits_change_neither_tokens_nor_what_the_draft_is_good_for() {
         for (i, outcome) in got.iter().enumerate().skip(usize::from(pass == 0)) {
             let whole = if pass == 0 { COMMON as u32 } else { outcome.prompt_ids.len() as u32 };
             let cached = outcome.usage.cached_tokens;
-            assert!(cached >= whole - whole % PAGE, "request {i} of pass {pass}: {cached} cached");
+            // The last token of a prompt is always computed: the first of the reply is drawn from its row.
+            let least = (whole - whole % PAGE).min(outcome.prompt_ids.len() as u32 - 1);
+            assert!(cached >= least, "request {i} of pass {pass}: {cached} cached");
         }
     }
 
