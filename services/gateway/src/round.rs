@@ -133,17 +133,16 @@ impl Rounds {
         verify
     }
 
-    /// Whether it was taken in before: a stream that was made again, or a peer in between, may repeat an answer.
-    pub(crate) fn is_repeated(&self, committed: &Committed) -> bool {
-        self.phase != Phase::Opening && committed.round <= self.round
-    }
-
-    /// Takes in what the target committed.
+    /// Takes in what the target committed; `None` for a round that was taken in before, which the target repeats when
+    /// a frame reaches it twice.
     ///
     /// # Errors
     /// The answer contradicts what was asked.
-    pub(crate) fn committed(&mut self, committed: Committed) -> Result<Commit, Violation> {
+    pub(crate) fn committed(&mut self, committed: Committed) -> Result<Option<Commit>, Violation> {
         let given = committed.round;
+        if !self.is_opening() && given <= self.round {
+            return Ok(None);
+        }
         let (proposal, steps, want) = match std::mem::replace(&mut self.phase, Phase::Finished) {
             Phase::Opening => (Proposal::empty(), 1, 0),
             Phase::Verifying { proposal, steps } => (proposal, steps, self.round + 1),
@@ -168,7 +167,7 @@ impl Rounds {
                 false => Phase::Verifying { proposal: Proposal::empty(), steps: steps - 1 },
             };
         }
-        Ok(Commit { proposal, path, tokens, finish, last, cached })
+        Ok(Some(Commit { proposal, path, tokens, finish, last, cached }))
     }
 
     fn check(&self, committed: &Committed, proposal: &Proposal, goes_on: bool) -> Result<(), Violation> {
