@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use eyrie_wire::v1::generate_request::Prompt;
 use eyrie_wire::v1::generation_server::Generation;
 use eyrie_wire::v1::{
     DetokenizeReply, DetokenizeRequest, GenerateReply, GenerateRequest, GetModelRequest, Model,
@@ -113,21 +114,30 @@ impl Api {
     }
 }
 
-/// Validation and tokenising, off the reactor: a long text takes milliseconds to encode.
+/// Validation and tokenising. A text is encoded off the reactor: a long one takes milliseconds.
 async fn prepare(
     request: GenerateRequest,
     served: Arc<Served>,
     defaults: Defaults,
 ) -> Result<(Admitted, Output), Status> {
-    let prepared = tokio::task::spawn_blocking(move || {
-        let admitted = admit(request, &served, defaults)?;
-        let tokenizer = served.tokenizer().ok();
-        let prompt_tokens = admitted.prompt.len() as u32;
-        let output = Output::try_new(tokenizer, admitted.stop.clone(), admitted.trace, prompt_tokens)
-            .map_err(|e| refuse(Reason::InvalidArgument, e.to_string()))?;
-        Ok((admitted, output))
-    });
+    if let Some(Prompt::Ids(_)) = request.prompt {
+        return prepare_now(request, &served, defaults);
+    }
+    let prepared = tokio::task::spawn_blocking(move || prepare_now(request, &served, defaults));
     prepared.await.unwrap_or_else(|_| Err(refuse(Reason::Internal, "the tokenizer failed")))
+}
+
+fn prepare_now(
+    request: GenerateRequest,
+    served: &Served,
+    defaults: Defaults,
+) -> Result<(Admitted, Output), Status> {
+    let admitted = admit(request, served, defaults)?;
+    let tokenizer = served.tokenizer().ok();
+    let prompt_tokens = admitted.prompt.len() as u32;
+    let output = Output::try_new(tokenizer, admitted.stop.clone(), admitted.trace, prompt_tokens)
+        .map_err(|e| refuse(Reason::InvalidArgument, e.to_string()))?;
+    Ok((admitted, output))
 }
 
 #[tonic::async_trait]

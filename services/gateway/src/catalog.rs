@@ -7,9 +7,8 @@ use std::time::Duration;
 use eyrie_text::{Tokenizer, TokenizerFiles};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{FileInfo, ModelCard, ReadFileRequest};
-use eyrie_wire::{Reason, refuse};
+use eyrie_wire::{PeerChannel, Reason, refuse};
 use tonic::Status;
-use tonic::transport::Channel;
 
 const TOKENIZER_JSON: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
@@ -48,7 +47,7 @@ impl Served {
 /// # Errors
 /// A file that does not arrive whole, or with another hash than the card says.
 pub(crate) async fn fetch(
-    client: &mut TargetClient<Channel>,
+    client: &mut TargetClient<PeerChannel>,
     card: ModelCard,
     last: Option<&Served>,
 ) -> Result<Served, Status> {
@@ -83,7 +82,7 @@ async fn parse(files: TokenizerFiles) -> Result<Tokenizer, String> {
     }
 }
 
-async fn read(client: &mut TargetClient<Channel>, file: &FileInfo) -> Result<Vec<u8>, Status> {
+async fn read(client: &mut TargetClient<PeerChannel>, file: &FileInfo) -> Result<Vec<u8>, Status> {
     let fail = |what: String| refuse(Reason::Unreachable, format!("{} of the target: {what}", file.name));
     if file.bytes > MAX_FILE {
         return Err(fail(format!("{} bytes, limit {MAX_FILE}", file.bytes)));

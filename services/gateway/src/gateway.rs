@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use eyrie_service::{Drain, Health, ServeError, serve};
 use eyrie_wire::v1::generation_server::GenerationServer;
-use eyrie_wire::{Address, Listener, MAX_MESSAGE};
+use eyrie_wire::{Address, Dialer, Listener, MAX_MESSAGE};
 use tokio::sync::Semaphore;
 use tonic::service::Routes;
 use tonic::service::interceptor::InterceptedService;
@@ -13,7 +13,7 @@ use tonic::service::interceptor::InterceptedService;
 use crate::api::Api;
 use crate::deadline;
 use crate::options::{GatewayOptions, OptionError};
-use crate::pool::{Pool, View};
+use crate::pool::Pool;
 use crate::stats::Stats;
 
 const SERVICE: &str = "eyrie.v1.Generation";
@@ -55,8 +55,8 @@ pub(crate) struct Gateway {
 }
 
 impl Gateway {
-    fn start(options: GatewayOptions, boot_id: u64, drain: Drain) -> Arc<Self> {
-        let pool = Pool::start(&options, boot_id, &drain);
+    pub(crate) fn start(options: GatewayOptions, dialer: Dialer, boot_id: u64, drain: Drain) -> Arc<Self> {
+        let pool = Pool::start(&options, &dialer, boot_id, &drain);
         let streams = Arc::new(Semaphore::new(options.max_streams as usize));
         let (stats, requests) = (Stats::default(), AtomicU64::new(0));
         Arc::new(Self { options, boot_id, pool, streams, stats, drain, requests })
@@ -75,12 +75,12 @@ impl Gateway {
 
     /// SERVING exactly while a target takes sequences.
     async fn follow_health(&self, health: Health) {
-        let mut view = self.pool.subscribe();
+        let view = self.pool.view();
+        let mut up = false;
         loop {
-            let up = View::is_open(&view.borrow_and_update());
             health.set(up && !self.drain.is_draining()).await;
             tokio::select! {
-                changed = view.changed() => if changed.is_err() { return },
+                now = view.wait_for(|view| Some(view.is_open()).filter(|&now| now != up)) => up = now,
                 () = self.drain.draining() => return health.set(false).await,
             }
         }
@@ -119,7 +119,7 @@ pub async fn run(
     let listener = Listener::bind(&options.listen).await?;
     let ready = Ready { address: listener.address().clone() };
     let grace = options.drain_grace;
-    let gateway = Gateway::start(options, boot_id, drain.clone());
+    let gateway = Gateway::start(options, Dialer::default(), boot_id, drain.clone());
     let service = GenerationServer::new(Api::new(Arc::clone(&gateway)))
         .max_decoding_message_size(MAX_MESSAGE)
         .max_encoding_message_size(MAX_MESSAGE);

@@ -18,6 +18,8 @@ mod reply;
 mod round;
 mod sequence;
 mod session;
+#[doc(hidden)]
+pub mod sim;
 mod stats;
 mod validate;
 

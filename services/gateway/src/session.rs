@@ -100,6 +100,7 @@ impl Session {
             }
         };
         let end = tokio::select! {
+            biased;
             done = self.drive() => match done {
                 Ok(()) => End::Done(Ok(())),
                 Err(Halt::ClientGone) => End::ClientGone,

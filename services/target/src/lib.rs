@@ -15,6 +15,8 @@ mod options;
 mod plan;
 mod rpc;
 mod run;
+#[doc(hidden)]
+pub mod sim;
 mod state;
 
 pub use error::TargetError;

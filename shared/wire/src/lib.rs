@@ -4,11 +4,13 @@
 #![forbid(unsafe_code)]
 
 mod address;
+mod dialer;
 mod grant;
 mod status;
 mod transport;
 
 pub use address::{Address, AddressError};
+pub use dialer::{Dial, Dialer, Dialing, PeerChannel, in_process};
 pub use grant::{GrantMessageError, grant_from_wire, grant_to_wire, ring_to_wire, slots_per_read};
 /// Encoding of the generated messages, for those who deal in bytes.
 pub use prost::Message;

@@ -8,13 +8,13 @@ use eyrie_wire::v1::draft_item::Op;
 use eyrie_wire::v1::{
     CloseDraft, DescribeDraftRequest, DraftCard, DraftFrame, DraftItem, DraftOut, DraftReply, TargetLease,
 };
-use eyrie_wire::{Address, MAX_MESSAGE, Reason, refuse};
-use tokio::sync::{mpsc, watch};
+use eyrie_wire::{Address, Dialer, MAX_MESSAGE, Reason, refuse};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::peer::{Connection, FRAMES, Peer, check_hello, hello, in_time};
-use super::{State, TargetReady};
+use super::{State, TargetReady, Watched};
 
 /// The draft that is connected.
 #[derive(Debug, Clone)]
@@ -27,29 +27,27 @@ pub(crate) struct DraftReady {
 /// How the draft is reached, for the sequences of one target.
 #[derive(Debug)]
 pub(crate) struct DraftPeer {
+    dialer: Dialer,
     address: Address,
     boot_id: u64,
     target_address: Address,
-    target: watch::Receiver<State<TargetReady>>,
+    target: Watched<State<TargetReady>>,
 }
 
 impl DraftPeer {
     pub(crate) fn new(
+        dialer: Dialer,
         address: Address,
         boot_id: u64,
         target_address: Address,
-        target: watch::Receiver<State<TargetReady>>,
+        target: Watched<State<TargetReady>>,
     ) -> Self {
-        Self { address, boot_id, target_address, target }
+        Self { dialer, address, boot_id, target_address, target }
     }
 
-    /// The target's epoch and fingerprint, once it is connected.
-    async fn attached_to(&self) -> Result<(u64, String), Status> {
-        let mut target = self.target.clone();
-        let up = target.wait_for(|state| state.connected().is_some()).await;
-        let ready = up.ok().and_then(|state| state.connected().cloned());
-        let ready = ready.ok_or_else(|| refuse(Reason::Draining, "the gateway stops"))?;
-        Ok((ready.epoch, ready.served.card.fingerprint.clone()))
+    /// The target, once it is connected.
+    async fn attached_to(&self) -> TargetReady {
+        self.target.wait_for(|state| state.connected().cloned()).await
     }
 }
 
@@ -89,16 +87,17 @@ impl Peer for DraftPeer {
     }
 
     async fn connect(&self) -> Result<Connection<Self>, Status> {
-        let (epoch, fingerprint) = self.attached_to().await?;
-        let channel = eyrie_wire::connect(&self.address).await?;
+        let TargetReady { epoch, served } = self.attached_to().await;
+        let fingerprint = &served.card.fingerprint;
+        let channel = self.dialer.connect(&self.address).await?;
         let mut client = DraftClient::new(channel)
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(MAX_MESSAGE);
         let described = in_time("describe the draft", client.describe(DescribeDraftRequest {}));
         let card = described.await?.into_inner();
-        let lease = lease_of(&card, epoch, &fingerprint)?;
+        let lease = lease_of(&card, epoch, fingerprint)?;
         let (frames, outgoing) = mpsc::channel(FRAMES);
-        let first = DraftFrame { hello: Some(hello(self.boot_id, epoch, &fingerprint)), items: Vec::new() };
+        let first = DraftFrame { hello: Some(hello(self.boot_id, epoch, fingerprint)), items: Vec::new() };
         // The channel is empty: the first frame always fits.
         let _ = frames.try_send(first);
         let rounds = client.rounds(ReceiverStream::new(outgoing));
@@ -109,14 +108,9 @@ impl Peer for DraftPeer {
     }
 
     async fn obsolete(&self, ready: &DraftReady) -> String {
-        let mut target = self.target.clone();
-        let epoch = ready.lease.epoch;
-        let moved_on =
-            |state: &State<TargetReady>| state.connected().is_some_and(|target| target.epoch != epoch);
-        match target.wait_for(moved_on).await {
-            Ok(_) => "the target has restarted".to_owned(),
-            Err(_) => "the gateway stops".to_owned(),
-        }
+        let other = |target: &&TargetReady| target.epoch != ready.lease.epoch;
+        self.target.wait_for(|state| state.connected().filter(other).map(drop)).await;
+        "the target has restarted".to_owned()
     }
 
     fn item(seq: u64, op: Op) -> DraftItem {

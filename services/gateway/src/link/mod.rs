@@ -5,19 +5,21 @@ mod draft;
 mod peer;
 mod pump;
 mod target;
+mod watched;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use eyrie_service::Drain;
 use parking_lot::Mutex;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{Notify, mpsc};
 
 pub(crate) use draft::DraftPeer;
 pub(crate) use peer::Peer;
 pub(crate) use target::{TargetPeer, TargetReady, load_of, target_load};
+pub(crate) use watched::Watched;
 
 /// Items of all sessions that wait for the next frame.
 const QUEUE: usize = 1024;
@@ -72,14 +74,14 @@ struct Shared<P: Peer> {
     table: Mutex<Table<P>>,
     queue: mpsc::Sender<P::Item>,
     closes: Notify,
-    state: watch::Sender<State<P::Ready>>,
+    state: Watched<State<P::Ready>>,
     next_seq: AtomicU64,
 }
 
 /// The live sequences. A sequence that is not here has no claim to be sent or to hear anything.
 struct Table<P: Peer> {
     up: bool,
-    routes: HashMap<u64, mpsc::Sender<P::Out>>,
+    routes: BTreeMap<u64, mpsc::Sender<P::Out>>,
     closing: Vec<u64>,
     closed: VecDeque<u64>,
 }
@@ -110,10 +112,10 @@ impl<P: Peer> Link<P> {
     }
 
     fn over(queue: mpsc::Sender<P::Item>, name: String) -> Self {
-        let (state, _) = watch::channel(State::Down(format!("connecting to the {}", P::NAME).into()));
+        let state = Watched::new(State::Down(format!("connecting to the {}", P::NAME).into()));
         let table = Mutex::new(Table {
             up: false,
-            routes: HashMap::new(),
+            routes: BTreeMap::new(),
             closing: Vec::new(),
             closed: VecDeque::new(),
         });
@@ -122,8 +124,9 @@ impl<P: Peer> Link<P> {
         Self { shared }
     }
 
-    pub(crate) fn subscribe(&self) -> watch::Receiver<State<P::Ready>> {
-        self.shared.state.subscribe()
+    /// The state, to be waited on.
+    pub(crate) fn watched(&self) -> Watched<State<P::Ready>> {
+        self.shared.state.clone()
     }
 
     pub(crate) fn state(&self) -> State<P::Ready> {
@@ -155,7 +158,7 @@ impl<P: Peer> Link<P> {
 
     /// Marks a peer that missed a deadline; any frame from it clears the mark.
     pub(crate) fn suspect(&self) {
-        self.shared.state.send_if_modified(|state| match state {
+        self.shared.state.modify(|state| match state {
             State::Up(ready) => {
                 tracing::warn!(
                     peer = self.shared.name,
@@ -170,7 +173,7 @@ impl<P: Peer> Link<P> {
 
     /// Marks a peer that drains, which it does until its stream ends.
     pub(crate) fn draining(&self) {
-        self.shared.state.send_if_modified(|state| match state {
+        self.shared.state.modify(|state| match state {
             State::Up(ready) | State::Suspect(ready) => {
                 tracing::info!(peer = self.shared.name, "drains: no new sequences");
                 *state = State::Draining(ready.clone());

@@ -24,7 +24,9 @@ pub(super) async fn run<P: Peer>(
     mut items: mpsc::Receiver<P::Item>,
     drain: Drain,
 ) {
+    // Every choice of the link is biased: the same events make the same course.
     tokio::select! {
+        biased;
         () = drain.stopped() => {}
         () = keep_connected(&shared, &peer, &mut items) => {}
     }
@@ -35,6 +37,7 @@ async fn keep_connected<P: Peer>(shared: &Shared<P>, peer: &P, items: &mut mpsc:
     let mut backoff = BACKOFF_FIRST;
     loop {
         let connected = tokio::select! {
+            biased;
             connected = peer.connect() => connected,
             () = discard(items) => return,
         };
@@ -47,6 +50,7 @@ async fn keep_connected<P: Peer>(shared: &Shared<P>, peer: &P, items: &mut mpsc:
         };
         shared.down(&why);
         tokio::select! {
+            biased;
             () = tokio::time::sleep(backoff) => {}
             () = discard(items) => return,
         }
@@ -64,6 +68,7 @@ async fn serve<P: Peer>(
     let Connection { frames, replies, ready } = connection;
     shared.up(ready.clone());
     tokio::select! {
+        biased;
         why = read(shared, replies) => why,
         why = write(shared, items, &frames) => why,
         why = peer.obsolete(&ready) => why,
@@ -88,6 +93,7 @@ async fn write<P: Peer>(
 ) -> String {
     loop {
         let first = tokio::select! {
+            biased;
             item = items.recv() => match item {
                 Some(item) => Some(item),
                 None => return "the gateway stops".to_owned(),
@@ -108,18 +114,14 @@ async fn write<P: Peer>(
 /// loses nothing, and a peer that was stopped answers as soon as it goes on.
 async fn silent<P: Peer>(shared: &Shared<P>, frames: &mpsc::Sender<P::Frame>) -> String {
     let is_suspect = |state: &State<P::Ready>| matches!(state, State::Suspect(_));
-    let mut state = shared.state.subscribe();
     loop {
-        if state.wait_for(is_suspect).await.is_err() {
-            return "the gateway stops".to_owned();
-        }
+        shared.state.wait_for(|state| is_suspect(state).then_some(())).await;
         let answer = async {
             if let Some(probe) = P::probe() {
                 // A stream that takes no more is about to be told broken.
                 let _ = frames.send(P::frame(vec![probe])).await;
             }
-            // The sender of the state outlives every stream.
-            let _ = state.wait_for(|s| !is_suspect(s)).await;
+            shared.state.wait_for(|state| (!is_suspect(state)).then_some(())).await;
         };
         if tokio::time::timeout(SUSPECT_LIMIT, answer).await.is_err() {
             return format!("the {} was silent for {} s", P::NAME, SUSPECT_LIMIT.as_secs());
@@ -141,7 +143,7 @@ impl<P: Peer> Shared<P> {
         drop(table);
         self.closes.notify_one();
         tracing::info!(peer = self.name, "connected");
-        self.state.send_replace(State::Up(ready));
+        self.state.replace(State::Up(ready));
     }
 
     /// Every session hears of the break: its route's channel ends.
@@ -154,7 +156,7 @@ impl<P: Peer> Shared<P> {
             table.closing.clear();
         }
         drop(table);
-        self.state.send_if_modified(|state| {
+        self.state.modify(|state| {
             if matches!(state, State::Down(known) if &**known == why) {
                 return false;
             }
@@ -165,7 +167,7 @@ impl<P: Peer> Shared<P> {
     }
 
     fn deliver(&self, reply: P::Reply) {
-        self.state.send_if_modified(|state| match state {
+        self.state.modify(|state| match state {
             State::Suspect(ready) => {
                 tracing::info!(peer = self.name, "answers again");
                 *state = State::Up(ready.clone());

@@ -8,12 +8,11 @@ use eyrie_wire::v1::{
     Close, DescribeRequest, LoadReport, LoadRequest, LoadState, ModelCard, TargetFrame, TargetItem,
     TargetOut, TargetReply,
 };
-use eyrie_wire::{Address, MAX_MESSAGE, Reason, refuse};
+use eyrie_wire::{Address, Dialer, MAX_MESSAGE, PeerChannel, Reason, refuse};
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
-use tonic::transport::Channel;
 
 use super::peer::{Connection, FRAMES, Peer, check_hello, hello, in_time};
 use crate::catalog::{self, Served};
@@ -28,6 +27,7 @@ pub(crate) struct TargetReady {
 /// How the target is reached.
 #[derive(Debug)]
 pub(crate) struct TargetPeer {
+    dialer: Dialer,
     address: Address,
     boot_id: u64,
     /// What any target served last: the same files need not be read again, nor held twice.
@@ -35,8 +35,13 @@ pub(crate) struct TargetPeer {
 }
 
 impl TargetPeer {
-    pub(crate) fn new(address: Address, boot_id: u64, last: Arc<Mutex<Option<Arc<Served>>>>) -> Self {
-        Self { address, boot_id, last }
+    pub(crate) fn new(
+        dialer: Dialer,
+        address: Address,
+        boot_id: u64,
+        last: Arc<Mutex<Option<Arc<Served>>>>,
+    ) -> Self {
+        Self { dialer, address, boot_id, last }
     }
 
     pub(crate) fn address(&self) -> &Address {
@@ -45,7 +50,7 @@ impl TargetPeer {
 
     async fn served(
         &self,
-        client: &mut TargetClient<Channel>,
+        client: &mut TargetClient<PeerChannel>,
         card: ModelCard,
     ) -> Result<Arc<Served>, Status> {
         let last = self.last.lock().clone();
@@ -57,12 +62,12 @@ impl TargetPeer {
 
 /// How busy the target at `address` is, asked over a connection of its own: a stream that is stuck says nothing
 /// about its peer.
-pub(crate) async fn target_load(address: &Address) -> Result<LoadReport, Status> {
-    load_of(&mut TargetClient::new(eyrie_wire::connect(address).await?)).await
+pub(crate) async fn target_load(dialer: &Dialer, address: &Address) -> Result<LoadReport, Status> {
+    load_of(&mut TargetClient::new(dialer.connect(address).await?)).await
 }
 
 /// How busy the target of `client` is.
-pub(crate) async fn load_of(client: &mut TargetClient<Channel>) -> Result<LoadReport, Status> {
+pub(crate) async fn load_of(client: &mut TargetClient<PeerChannel>) -> Result<LoadReport, Status> {
     let load = in_time("ask for the target's load", client.load(LoadRequest {})).await?;
     Ok(load.into_inner())
 }
@@ -81,7 +86,7 @@ impl Peer for TargetPeer {
     }
 
     async fn connect(&self) -> Result<Connection<Self>, Status> {
-        let channel = eyrie_wire::connect(&self.address).await?;
+        let channel = self.dialer.connect(&self.address).await?;
         let mut client = TargetClient::new(channel)
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(MAX_MESSAGE);

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use eyrie_service::Drain;
-use eyrie_wire::Address;
+use eyrie_wire::{Address, Dialer};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::target_item::Op;
 use eyrie_wire::v1::{Close, LoadReport};
@@ -20,6 +20,7 @@ const LOAD_PERIOD: Duration = Duration::from_secs(1);
 /// One target and a link to every draft for its sequences.
 #[derive(Debug)]
 pub(crate) struct Member {
+    dialer: Dialer,
     pub(crate) address: Address,
     pub(crate) link: Link<TargetPeer>,
     pub(crate) drafts: Vec<Pair>,
@@ -46,15 +47,22 @@ pub(crate) struct Seat {
 }
 
 impl Member {
-    pub(crate) fn spawn(target: TargetPeer, drafts: &[Address], boot_id: u64, drain: &Drain) -> Self {
+    pub(crate) fn spawn(
+        dialer: Dialer,
+        target: TargetPeer,
+        drafts: &[Address],
+        boot_id: u64,
+        drain: &Drain,
+    ) -> Self {
         let address = target.address().clone();
         let link = Link::spawn(target, drain);
         let pair = |draft: &Address| {
-            let peer = DraftPeer::new(draft.clone(), boot_id, address.clone(), link.subscribe());
+            let (dialer, target) = (dialer.clone(), address.clone());
+            let peer = DraftPeer::new(dialer, draft.clone(), boot_id, target, link.watched());
             Pair { address: draft.clone(), link: Link::spawn(peer, drain) }
         };
         let drafts = drafts.iter().map(pair).collect();
-        Self { address, link, drafts, reported: AtomicU64::new(0), turn: Mutex::new(0) }
+        Self { dialer, address, link, drafts, reported: AtomicU64::new(0), turn: Mutex::new(0) }
     }
 
     /// What it said of itself, while it takes sequences of this model.
@@ -69,14 +77,22 @@ impl Member {
 
     /// Keeps asking how busy the target is, so that several gateways do not all choose the same one.
     pub(crate) async fn watch_load(&self) {
-        let Ok(channel) = eyrie_wire::channel(&self.address) else { return };
-        let mut client = TargetClient::new(channel);
+        let mut connected = None;
         loop {
-            if self.link.is_up()
-                && let Ok(load) = load_of(&mut client).await
-            {
-                let sequences = u64::from(load.running) + u64::from(load.waiting);
-                self.reported.store(sequences, Ordering::Relaxed);
+            if self.link.is_up() {
+                if connected.is_none() {
+                    connected = self.dialer.connect(&self.address).await.ok().map(TargetClient::new);
+                }
+                match connected.as_mut().map(load_of) {
+                    Some(load) => match load.await {
+                        Ok(load) => {
+                            let sequences = u64::from(load.running) + u64::from(load.waiting);
+                            self.reported.store(sequences, Ordering::Relaxed);
+                        }
+                        Err(_) => connected = None,
+                    },
+                    None => {}
+                }
             }
             sleep(LOAD_PERIOD).await;
         }
@@ -84,7 +100,7 @@ impl Member {
 
     /// How busy the target is, asked beside the round stream.
     pub(crate) async fn load(&self) -> Result<LoadReport, Status> {
-        target_load(&self.address).await
+        target_load(&self.dialer, &self.address).await
     }
 
     /// Whether the target's engine takes items and answers them within `limit`: closing a sequence that nobody

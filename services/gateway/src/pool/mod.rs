@@ -7,14 +7,13 @@ mod report;
 use std::sync::Arc;
 
 use eyrie_service::Drain;
-use eyrie_wire::{Reason, refuse};
+use eyrie_wire::{Dialer, Reason, refuse};
 use parking_lot::Mutex;
-use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
 use crate::catalog::Served;
-use crate::link::{Route, State, TargetPeer, TargetReady};
+use crate::link::{Route, State, TargetPeer, TargetReady, Watched};
 use crate::options::GatewayOptions;
 
 pub(crate) use member::{Member, Seat};
@@ -26,7 +25,7 @@ pub(crate) struct Pool {
     /// The target that goes first among equals. Held until a sequence is counted: two sessions at once would otherwise
     /// both find the same target idle.
     turn: Mutex<usize>,
-    view: watch::Sender<View>,
+    view: Watched<View>,
 }
 
 /// What the targets serve together.
@@ -81,19 +80,25 @@ impl View {
 
 impl Pool {
     /// Starts every link on `drain`.
-    pub(crate) fn start(options: &GatewayOptions, boot_id: u64, drain: &Drain) -> Arc<Self> {
+    pub(crate) fn start(
+        options: &GatewayOptions,
+        dialer: &Dialer,
+        boot_id: u64,
+        drain: &Drain,
+    ) -> Arc<Self> {
         let files = Arc::default();
         let member = |target: &eyrie_wire::Address| {
-            let peer = TargetPeer::new(target.clone(), boot_id, Arc::clone(&files));
-            Arc::new(Member::spawn(peer, &options.drafts, boot_id, drain))
+            let peer = TargetPeer::new(dialer.clone(), target.clone(), boot_id, Arc::clone(&files));
+            Arc::new(Member::spawn(dialer.clone(), peer, &options.drafts, boot_id, drain))
         };
         let members: Vec<_> = options.targets.iter().map(member).collect();
         let view = View { last: vec![None; members.len()], ..View::default() };
-        let pool = Arc::new(Self { members, turn: Mutex::new(0), view: watch::channel(view).0 });
+        let pool = Arc::new(Self { members, turn: Mutex::new(0), view: Watched::new(view) });
         for member in &pool.members {
             let (pool, member, stop) = (Arc::clone(&pool), Arc::clone(member), drain.clone());
             drain.spawn(async move {
                 tokio::select! {
+                    biased;
                     () = stop.stopped() => {}
                     () = pool.follow(&member) => {}
                     () = member.watch_load(), if pool.members.len() > 1 => {}
@@ -105,29 +110,28 @@ impl Pool {
 
     /// Keeps the view up to date with one target.
     async fn follow(&self, member: &Member) {
-        let mut state = member.link.subscribe();
+        let state = member.link.watched();
         let mut named = None;
         loop {
-            state.mark_unchanged();
+            let seen = state.version();
             self.refresh();
             let stranger = self.model_left_out(member);
             if let Some(fingerprint) = stranger.as_ref().filter(|_| stranger != named) {
                 tracing::warn!(target = %member.address, "left out: it serves another model, {fingerprint}");
             }
             named = stranger.or(named);
-            if state.changed().await.is_err() {
-                return;
-            }
+            state.changed(seen).await;
         }
     }
 
     fn refresh(&self) {
-        self.view.send_modify(|view| {
+        self.view.modify(|view| {
             let states: Vec<_> = self.members.iter().map(|member| member.link.state()).collect();
             let served = |ready: &TargetReady| Arc::clone(&ready.served);
             let now = states.iter().map(|state| state.connected().map(served)).collect();
             let up: Vec<_> = states.iter().filter_map(|state| state.up().map(served)).collect();
             view.follow(now, &up);
+            true
         });
     }
 
@@ -140,8 +144,8 @@ impl Pool {
     }
 
     /// What is served, to be followed.
-    pub(crate) fn subscribe(&self) -> watch::Receiver<View> {
-        self.view.subscribe()
+    pub(crate) fn view(&self) -> Watched<View> {
+        self.view.clone()
     }
 
     /// What is served, once a target takes sequences, waiting until `until`.
@@ -149,10 +153,8 @@ impl Pool {
     /// # Errors
     /// UNAVAILABLE with the reason why there is none.
     pub(crate) async fn served(&self, until: Instant) -> Result<Arc<Served>, Status> {
-        let mut view = self.view.subscribe();
-        let open = timeout_at(until, view.wait_for(View::is_open)).await;
-        let served = open.ok().and_then(Result::ok).and_then(|view| view.served.clone());
-        served.ok_or_else(|| self.unavailable())
+        let served = |view: &View| view.served.clone().filter(|_| view.is_open());
+        timeout_at(until, self.view.wait_for(served)).await.map_err(|_| self.unavailable())
     }
 
     /// Waits until a target takes sequences of `fingerprint`, at most until `until`.
@@ -160,20 +162,19 @@ impl Pool {
     /// # Errors
     /// UNAVAILABLE with the reason why there is none; STALE_EPOCH when no target has that model any more.
     pub(crate) async fn wait(&self, fingerprint: &str, until: Instant) -> Result<(), Status> {
-        let moved_on = |view: &View| view.served.as_ref().is_some_and(|s| s.card.fingerprint != fingerprint);
-        let mut view = self.view.subscribe();
-        let told = timeout_at(until, view.wait_for(|view| view.is_open() || moved_on(view))).await;
-        match told {
-            Ok(Ok(view)) if !moved_on(&view) => Ok(()),
-            Ok(Ok(view)) => {
-                let now = view.served.as_ref().map(|served| served.card.fingerprint.as_str());
-                let now = now.unwrap_or_default();
-                let line =
-                    format!("the targets came back with model {now}, the request began with {fingerprint}");
-                Err(refuse(Reason::StaleEpoch, line))
+        let told = |view: &View| {
+            let now = view.served.as_ref().map(|served| &served.card.fingerprint);
+            match now.filter(|&now| now != fingerprint) {
+                Some(other) => Some(Err(other.clone())),
+                None => view.is_open().then_some(Ok(())),
             }
-            Ok(Err(_)) | Err(_) => Err(self.unavailable()),
-        }
+        };
+        let told = timeout_at(until, self.view.wait_for(told)).await.map_err(|_| self.unavailable())?;
+        told.map_err(|now| {
+            let line =
+                format!("the targets came back with model {now}, the request began with {fingerprint}");
+            refuse(Reason::StaleEpoch, line)
+        })
     }
 
     /// UNAVAILABLE, with a line on every target and a hint of when to try again.

@@ -1,9 +1,8 @@
 //! The items of a frame, taken between steps: what needs no computing is answered here.
 
-use std::time::Instant;
-
 use eyrie_wire::v1::{self, ItemError, target_item::Op, target_out::Body};
 use eyrie_wire::{Reason, item_error};
+use tokio::time::Instant;
 
 use super::admission::refuse;
 use super::sequence::{Key, Sequence, Turn};

@@ -60,12 +60,27 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
     let LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain } = request;
     let cpu = Cpu::new(CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) })?;
     let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch)?;
-    let mut model = load_target(&checkpoint, shared, &cpu, progress)?;
+    let model = load_target(&checkpoint, shared, &cpu, progress)?;
+    let parts =
+        Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
+    let fingerprint = fingerprint(&checkpoint, parts);
+    let (engine, exports) = assemble(model, &plan, epoch, gauges, drain)?;
+    Ok(Loaded { engine, exports, formats: formats(&checkpoint)?, fingerprint })
+}
+
+/// An engine over a loaded model, with nothing open.
+pub(crate) fn assemble(
+    mut model: Box<dyn TargetModel>,
+    plan: &Plan,
+    epoch: Epoch,
+    gauges: Arc<Gauges>,
+    drain: Drain,
+) -> Result<(Engine, Exports), TargetError> {
     let features = match plan.capture.as_slice() {
         [] => None,
         ids => {
             let ids: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
-            model.set_capture(&CaptureSet::new(&ids, checkpoint.config().num_hidden_layers)?)?;
+            model.set_capture(&CaptureSet::new(&ids, model.config().num_hidden_layers)?)?;
             let sizes = KeptSizes {
                 width: plan.aux_width as usize,
                 page_rows: PAGE_ROWS,
@@ -76,9 +91,6 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
             Some(Features::create(plan.ring_slots, sizes, epoch)?)
         }
     };
-    let parts =
-        Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
-    let fingerprint = fingerprint(&checkpoint, parts);
     let exports = Exports::of(model.as_ref(), features.as_ref())?;
     let cache = model.new_cache(plan.kv_tokens, PAGE_ROWS)?;
     let engine = Engine {
@@ -89,7 +101,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
             vocab: plan.vocab,
             context: plan.context,
             kv_capacity: plan.kv_tokens,
-            eos_ids: checkpoint.config().eos_token_ids.clone(),
+            eos_ids: model.config().eos_token_ids.clone(),
             captures: features.is_some(),
         },
         model,
@@ -108,7 +120,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         last_step: Duration::ZERO,
         ready_since: None,
     };
-    Ok(Loaded { engine, exports, formats: formats(&checkpoint)?, fingerprint })
+    Ok((engine, exports))
 }
 
 impl Exports {

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::Instant;
 
 /// Frames that may wait for the engine before senders have to.
 pub(crate) const CAPACITY: usize = 256;
@@ -13,6 +13,8 @@ pub(crate) const CAPACITY: usize = 256;
 struct Shared<T> {
     queue: Mutex<VecDeque<T>>,
     filled: Condvar,
+    /// As `filled`, for an engine that is a task.
+    news: Notify,
     room: Semaphore,
 }
 
@@ -53,6 +55,7 @@ impl<T> Sender<T> {
     fn push(&self, message: T) {
         self.0.queue.lock().push_back(message);
         self.0.filled.notify_one();
+        self.0.news.notify_one();
     }
 }
 
@@ -75,13 +78,28 @@ impl<T> Receiver<T> {
             match deadline {
                 None => self.0.filled.wait(&mut queue),
                 Some(deadline) => {
-                    if self.0.filled.wait_until(&mut queue, deadline).timed_out() {
+                    if self.0.filled.wait_until(&mut queue, deadline.into_std()).timed_out() {
                         return !queue.is_empty();
                     }
                 }
             }
         }
         true
+    }
+
+    /// As [`Receiver::wait`], for an engine that is a task.
+    pub(crate) async fn filled(&self, deadline: Option<Instant>) {
+        while self.0.queue.lock().is_empty() {
+            let news = self.0.news.notified();
+            match deadline {
+                None => news.await,
+                Some(deadline) => {
+                    if tokio::time::timeout_at(deadline, news).await.is_err() {
+                        return;
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -97,6 +115,7 @@ pub(crate) fn mailbox<T>() -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared {
         queue: Mutex::new(VecDeque::new()),
         filled: Condvar::new(),
+        news: Notify::new(),
         room: Semaphore::new(CAPACITY),
     });
     (Sender(Arc::clone(&shared)), Receiver(shared))

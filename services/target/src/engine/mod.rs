@@ -18,13 +18,14 @@ mod turn_tests;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use eyrie_model::{LatentCache, PageAllocator, PageCopy, TargetModel};
 use eyrie_service::Drain;
 use eyrie_speculation::Sampler;
 use eyrie_wire::v1::{TargetItem, target_out::Body};
 use eyrie_wire::{Reason, item_error};
+use tokio::time::Instant;
 
 use self::admission::Limits;
 use self::features::Features;
@@ -34,7 +35,7 @@ use crate::TargetError;
 
 pub(crate) use self::features::SLOT_ROWS;
 pub(crate) use self::gauges::Gauges;
-pub(crate) use self::load::{Exports, LoadRequest, Loaded, load};
+pub(crate) use self::load::{Exports, LoadRequest, Loaded, assemble, load};
 pub(crate) use self::mailbox::{Receiver, Sender, Stopped, mailbox};
 pub(crate) use self::streams::{Ending, Life, Replies, StreamId};
 
@@ -110,6 +111,14 @@ enum Next {
     Sleep(Option<Instant>),
 }
 
+/// What a turn of the loop came to.
+pub(crate) enum Turn {
+    Stepped,
+    /// Nothing to do until a command comes, or until then.
+    Idle(Option<Instant>),
+    Stopped,
+}
+
 impl Engine {
     /// Wraps the model, for tests of what happens when it fails.
     #[cfg(test)]
@@ -119,35 +128,45 @@ impl Engine {
 
     /// Steps until told to stop. Errors are faults of the machine or of ours; no item of a stream causes one.
     pub(crate) fn run(&mut self, mailbox: &Receiver<Command>) -> Result<(), TargetError> {
-        let mut inbox = VecDeque::new();
         loop {
-            mailbox.drain_into(&mut inbox);
-            while let Some(command) = inbox.pop_front() {
-                if self.obey(command).is_break() {
-                    self.streams.flush();
-                    return Ok(());
-                }
-            }
-            let now = Instant::now();
-            self.expire(now);
-            // Before the replies go out, so that who has read one finds it in the report.
-            self.report();
-            let stalled = self.streams.flush();
-            self.end_finished_streams();
-            if self.admit(now) {
-                self.report();
-            }
-            match self.next(now, stalled) {
-                Next::Step => {
-                    self.ready_since = None;
-                    self.step()?;
-                    self.report();
-                    self.streams.flush();
-                }
-                Next::Sleep(deadline) => {
+            match self.turn(mailbox)? {
+                Turn::Stepped => {}
+                Turn::Idle(deadline) => {
                     mailbox.wait(deadline);
                 }
+                Turn::Stopped => return Ok(()),
             }
+        }
+    }
+
+    /// Obeys what waits in the mailbox, then runs one step if one is due.
+    pub(crate) fn turn(&mut self, mailbox: &Receiver<Command>) -> Result<Turn, TargetError> {
+        let mut inbox = VecDeque::new();
+        mailbox.drain_into(&mut inbox);
+        while let Some(command) = inbox.pop_front() {
+            if self.obey(command).is_break() {
+                self.streams.flush();
+                return Ok(Turn::Stopped);
+            }
+        }
+        let now = Instant::now();
+        self.expire(now);
+        // Before the replies go out, so that who has read one finds it in the report.
+        self.report();
+        let stalled = self.streams.flush();
+        self.end_finished_streams();
+        if self.admit(now) {
+            self.report();
+        }
+        match self.next(now, stalled) {
+            Next::Step => {
+                self.ready_since = None;
+                self.step()?;
+                self.report();
+                self.streams.flush();
+                Ok(Turn::Stepped)
+            }
+            Next::Sleep(deadline) => Ok(Turn::Idle(deadline)),
         }
     }
 

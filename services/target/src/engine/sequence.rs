@@ -1,11 +1,11 @@
 //! One sequence: its tokens, its KV pages and what it has still to compute.
 
 use std::ops::RangeInclusive;
-use std::time::Instant;
 
 use eyrie_model::SeqTable;
 use eyrie_speculation::{Finish, Proposal, SamplingParams, StopRules, Verdict};
 use eyrie_wire::v1;
+use tokio::time::Instant;
 
 use super::StreamId;
 

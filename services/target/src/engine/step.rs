@@ -1,7 +1,6 @@
 //! One step: a forward over the planned rows, then sampling, verification and replies, sequence by sequence.
 
 use std::ops::Range;
-use std::time::Instant;
 
 use candle_core::Tensor;
 use eyrie_kernels::KernelError;
@@ -9,6 +8,7 @@ use eyrie_model::{ForwardOut, Keep, LogitRows, ModelError, SeqRows};
 use eyrie_speculation::{SampleError, Sampler, SamplingParams, Verdict, verify};
 use eyrie_wire::v1::{self, target_out::Body};
 use eyrie_wire::{Reason, item_error};
+use tokio::time::Instant;
 
 use super::Engine;
 use super::scheduler::{self, Piece, Rows};

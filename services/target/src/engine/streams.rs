@@ -1,6 +1,6 @@
 //! The open streams of gateways, as the engine sees them: where replies go.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
 use eyrie_wire::v1::{TargetOut, TargetReply, target_out::Body};
@@ -65,9 +65,9 @@ impl Outbox {
 /// All open streams.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
-    open: HashMap<StreamId, Outbox>,
+    open: BTreeMap<StreamId, Outbox>,
     /// The Rounds stream of each boot.
-    lasting: HashMap<u64, StreamId>,
+    lasting: BTreeMap<u64, StreamId>,
 }
 
 impl Streams {

@@ -62,6 +62,7 @@ impl Service {
             std::future::pending().await
         };
         let outcome = tokio::select! {
+            biased;
             outcome = conversation => outcome,
             () = stalled(&weak, async || tokio::time::sleep(STALL_CHECK).await) => {
                 let limit = STALL_CHECKS as u64 * STALL_CHECK.as_secs();

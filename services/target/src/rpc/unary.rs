@@ -43,6 +43,7 @@ impl Service {
         let mut outs = Vec::new();
         while !open.is_empty() {
             let reply = tokio::select! {
+                biased;
                 reply = receiver.recv() => reply,
                 () = self.drain.stopped() => None,
             };
