@@ -119,7 +119,7 @@ impl Sequence {
             Some(Body::Committed(committed)) if self.rounds.is_repeated(&committed) => Ok(None),
             Some(Body::Committed(committed)) => {
                 let commit = self.rounds.committed(committed);
-                commit.map_err(|e| Halt::Fatal(refuse(Reason::Internal, e.to_string())))
+                commit.map(Some).map_err(|e| Halt::Fatal(refuse(Reason::Internal, e.to_string())))
             }
             Some(Body::Features(features)) => {
                 self.rounds.draft.features(features);

@@ -23,7 +23,7 @@ pub struct SimGateway {
 pub struct Held {
     /// Places taken by requests.
     pub requests: usize,
-    /// Sequences registered at the target, and at the draft.
+    /// Sequences registered at targets, and at drafts.
     pub routes: [usize; 2],
 }
 
@@ -48,8 +48,7 @@ impl SimGateway {
     pub fn held(&self) -> Held {
         let gateway = &self.gateway;
         let requests = gateway.options.max_streams as usize - gateway.streams.available_permits();
-        let drafts = gateway.draft.as_ref().map_or(0, |draft| draft.routes());
-        Held { requests, routes: [gateway.target.routes(), drafts] }
+        Held { requests, routes: gateway.pool.sequences() }
     }
 
     /// Ends it at once.

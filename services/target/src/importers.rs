@@ -25,6 +25,11 @@ impl Importers {
         Self { ledger: ledger.ok(), left_behind: OnceLock::new() }
     }
 
+    /// Nobody is recorded.
+    pub(crate) fn none() -> Self {
+        Self { ledger: None, left_behind: OnceLock::new() }
+    }
+
     /// Waits, before anything is allocated, for importers of the previous boot to unmap; names those who do not.
     /// Blocking.
     pub(crate) fn await_former(&self) {

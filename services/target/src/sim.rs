@@ -13,8 +13,9 @@ use eyrie_wire::{PeerChannel, in_process};
 
 use crate::engine::{Command, Engine, Receiver, Turn, assemble, mailbox};
 use crate::files::Files;
+use crate::importers::Importers;
 use crate::plan::Plan;
-use crate::rpc::Service;
+use crate::rpc::{Copies, Service};
 use crate::state::State;
 use crate::{TargetError, TargetOptions};
 
@@ -68,11 +69,13 @@ pub fn boot(boot: Boot<'_>) -> Result<(Target, Front), TargetError> {
     let plan = Plan::new(options, checkpoint.config())?;
     // No files: a gateway of a simulation speaks token ids.
     let files = Files::scan(Path::new("/nowhere"))?;
-    let state = Arc::new(State::new(checkpoint, plan.clone(), files, epoch, Weak::new()));
+    let none = Importers::none();
+    let state = Arc::new(State::new(checkpoint, plan.clone(), files, epoch, none, Weak::new()));
     let (sender, mailbox) = mailbox();
     let drain = Drain::new();
     let (engine, exports) = assemble(model, &plan, epoch, Arc::clone(&state.gauges), drain.clone())?;
-    state.loaded(exports, String::new(), fingerprint.to_owned());
+    let copies = Copies::of(&exports)?;
+    state.loaded(exports, copies, String::new(), fingerprint.to_owned());
     let service = Service::new(Arc::clone(&state), sender, drain.clone(), Duration::ZERO);
     Ok((Target { engine, mailbox }, Front { state, service, drain }))
 }

@@ -111,7 +111,8 @@ macro_rules! cache_type {
                 Ok(Self(PagedLayers::new(layers, tokens, page_rows, width)?))
             }
 
-            pub(crate) fn layer(&mut self, layer: usize) -> &mut PagedRows {
+            /// The rows of a layer, for the model that computes them.
+            pub fn layer(&mut self, layer: usize) -> &mut PagedRows {
                 &mut self.0.layers[layer]
             }
 

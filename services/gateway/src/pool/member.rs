@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use eyrie_service::Drain;
-use eyrie_wire::{Address, Dialer};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::target_item::Op;
 use eyrie_wire::v1::{Close, LoadReport};
+use eyrie_wire::{Address, Dialer};
 use parking_lot::Mutex;
 use tokio::time::{sleep, timeout};
 use tonic::Status;
@@ -83,15 +83,16 @@ impl Member {
                 if connected.is_none() {
                     connected = self.dialer.connect(&self.address).await.ok().map(TargetClient::new);
                 }
-                match connected.as_mut().map(load_of) {
-                    Some(load) => match load.await {
-                        Ok(load) => {
-                            let sequences = u64::from(load.running) + u64::from(load.waiting);
-                            self.reported.store(sequences, Ordering::Relaxed);
-                        }
-                        Err(_) => connected = None,
-                    },
-                    None => {}
+                let told = match &mut connected {
+                    Some(client) => load_of(client).await.ok(),
+                    None => None,
+                };
+                match told {
+                    Some(load) => {
+                        let sequences = u64::from(load.running) + u64::from(load.waiting);
+                        self.reported.store(sequences, Ordering::Relaxed);
+                    }
+                    None => connected = None,
                 }
             }
             sleep(LOAD_PERIOD).await;

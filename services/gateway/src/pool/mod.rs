@@ -80,12 +80,7 @@ impl View {
 
 impl Pool {
     /// Starts every link on `drain`.
-    pub(crate) fn start(
-        options: &GatewayOptions,
-        dialer: &Dialer,
-        boot_id: u64,
-        drain: &Drain,
-    ) -> Arc<Self> {
+    pub(crate) fn start(options: &GatewayOptions, dialer: &Dialer, boot_id: u64, drain: &Drain) -> Arc<Self> {
         let files = Arc::default();
         let member = |target: &eyrie_wire::Address| {
             let peer = TargetPeer::new(dialer.clone(), target.clone(), boot_id, Arc::clone(&files));

@@ -40,6 +40,14 @@ impl Pool {
         model.peers = self.members.iter().flat_map(|member| self.peers(member)).collect();
     }
 
+    /// Sequences at targets, and at drafts.
+    pub(crate) fn sequences(&self) -> [usize; 2] {
+        let at_drafts =
+            |member: &Arc<Member>| member.drafts.iter().map(|pair| pair.link.sequences()).sum::<usize>();
+        let targets = self.members.iter().map(|member| member.link.sequences()).sum();
+        [targets, self.members.iter().map(at_drafts).sum()]
+    }
+
     /// The targets that take sequences; all of them while none does.
     fn serving(&self) -> Vec<&Member> {
         let view = self.view.borrow();

@@ -4,7 +4,7 @@
 //! that is full is also entered for the KV page that the prefix cache knows, so that sequences that start with that page
 //! share it, and it stays for as long as the page is known.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use eyrie_model::{PageAllocator, SeqTable};
@@ -22,7 +22,7 @@ pub(super) struct Kept {
     page_rows: usize,
     limit: u64,
     sequences: BTreeMap<Key, Rows>,
-    pages: HashMap<u32, PageRows>,
+    pages: BTreeMap<u32, PageRows>,
     /// Blocks in use, and the memory of those that were.
     blocks: usize,
     spare: Vec<Vec<f32>>,
@@ -74,7 +74,7 @@ impl Kept {
             page_rows,
             limit,
             sequences: BTreeMap::new(),
-            pages: HashMap::new(),
+            pages: BTreeMap::new(),
             blocks: 0,
             spare: Vec::new(),
             untaken: (limit / block_bytes.max(1)).min((pages + sequences) as u64) as usize,
@@ -219,7 +219,7 @@ impl Kept {
         }
         self.swept = pages.given_up();
         let stale = |page: &u32, rows: &mut PageRows| pages.generation(*page) != rows.generation;
-        let gone: Vec<_> = self.pages.extract_if(|page, rows| stale(page, rows)).collect();
+        let gone: Vec<_> = self.pages.extract_if(.., |page, rows| stale(page, rows)).collect();
         gone.into_iter().for_each(|(_, rows)| self.release(rows.block));
     }
 

@@ -7,9 +7,10 @@
 //! Pages that were filled are known by their tokens. A sequence that is admitted, for the first time or again, starts with
 //! the known pages that it begins with.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use eyrie_model::{OutOfPages, SeqTable};
+use tokio::time::Instant;
 
 use super::Engine;
 use super::scheduler::{self, Piece, Rows};
