@@ -118,6 +118,8 @@ impl Scenario {
     pub(crate) fn allows(&self, ask: &Ask, code: Code) -> bool {
         match code {
             Code::DeadlineExceeded => ask.deadline.is_some(),
+            // A deadline that passes while no target is there.
+            Code::Unavailable if ask.deadline.is_some() => self.kind != Kind::Calm,
             Code::Unavailable | Code::ResourceExhausted => matches!(self.kind, Kind::Storm | Kind::Hostile),
             // What comes twice is taken once; what comes in another order may contradict.
             Code::Internal => self.weather.swapping > 0,

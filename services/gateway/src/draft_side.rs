@@ -114,7 +114,7 @@ impl DraftSide {
 
     /// Position after the last row that waits to be handed over.
     pub(crate) fn features_end(&self) -> Option<u32> {
-        self.pending.last().map(|r| r.first.saturating_add(r.rows))
+        self.pending.iter().map(|r| r.first.saturating_add(r.rows)).max()
     }
 
     /// Rows to ask of the target, if the draft lacks some and none are on their way.
