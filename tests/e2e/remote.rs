@@ -125,7 +125,7 @@ async fn a_draft_elsewhere_speculates_as_one_beside_the_target() {
     let remote = card(&address).await.unwrap().leases.iter().filter(|lease| lease.remote).count();
     assert_eq!(remote, 2);
 
-    for golden in goldens().iter().take(4) {
+    for golden in goldens().iter().take(3) {
         let asked = [
             ask(&golden.prompt_ids, 96).chain(3),
             ask(&golden.prompt_ids, 96).chain(7).sampled(0.7, 3),

@@ -202,9 +202,9 @@ impl Attacher {
         if state.detached(self.place, &because) && !matches!(ended, NoLease::Stopping) {
             tracing::warn!(peer = %self.target, "not attached: {because}");
         }
-        health.set(state.is_attached()).await;
-        drop(health);
         engine.detach(self.place).await;
+        // Whoever hears that it is not serving finds nothing mapped any more.
+        health.set(state.is_attached()).await;
     }
 }
 
