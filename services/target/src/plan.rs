@@ -4,9 +4,10 @@ use std::num::NonZeroUsize;
 
 use eyrie_checkpoint::TargetConfig;
 use eyrie_kernels::Isa;
+use eyrie_model::LatentCache;
 use eyrie_region::RingGeometry;
 
-use crate::engine::SLOT_ROWS;
+use crate::engine::{PAGE_ROWS, SLOT_ROWS};
 use crate::options::{TargetOptions, refuse};
 use crate::{TargetError, options};
 
@@ -22,6 +23,7 @@ pub(crate) struct Plan {
     pub(crate) isa: Option<Isa>,
     pub(crate) vocab: u32,
     pub(crate) context: u32,
+    /// Whole pages.
     pub(crate) kv_tokens: usize,
     pub(crate) prefix_cache_bytes: Option<u64>,
     pub(crate) max_sequences: usize,
@@ -50,7 +52,7 @@ impl Plan {
             isa: options.isa,
             vocab: config.vocab_size as u32,
             context: context(options, config)?,
-            kv_tokens: options.kv_tokens,
+            kv_tokens: options.kv_tokens.next_multiple_of(PAGE_ROWS),
             prefix_cache_bytes: options.prefix_cache_bytes,
             max_sequences: options.max_sequences,
             prefill_chunk: options.prefill_chunk,
@@ -59,6 +61,22 @@ impl Plan {
             aux_width,
             aux_cache_bytes: options.aux_cache_bytes,
         })
+    }
+
+    /// Refuses a KV cache of a model of `config` that `available` bytes of memory cannot hold, before anything is loaded;
+    /// warns of a prefix cache that can hold nothing.
+    pub(crate) fn check_memory(&self, config: &TargetConfig, available: u64) -> Result<(), TargetError> {
+        let token = LatentCache::token_bytes(config);
+        let most = available / token;
+        if self.kv_tokens as u64 > most {
+            let limit = format!("at most {most}: a token needs {token} bytes, {available} are available");
+            return Err(refuse("kv-tokens", limit, self.kv_tokens));
+        }
+        let page = token * PAGE_ROWS as u64;
+        if let Some(bytes) = self.prefix_cache_bytes.filter(|bytes| (1..page).contains(bytes)) {
+            tracing::warn!("--prefix-cache-bytes {bytes} keeps nothing: a page has {page} bytes");
+        }
+        Ok(())
     }
 }
 
@@ -151,6 +169,19 @@ mod tests {
         }
         let none = TargetOptions { capture: Some(vec![]), ring_bytes: Some(1), ..options() };
         assert_eq!(Plan::new(&none, &config()).unwrap().ring_slots, 0);
+    }
+
+    #[test]
+    fn the_kv_cache_has_whole_pages_and_must_fit_the_memory() {
+        let plan = Plan::new(&TargetOptions { kv_tokens: 66, ..options() }, &config()).unwrap();
+        assert_eq!(plan.kv_tokens, 128);
+        // 8 layers of 128 + 32 values a token.
+        let token = 8 * 160 * 4;
+        assert!(plan.check_memory(&config(), 128 * token).is_ok());
+        assert_eq!(
+            plan.check_memory(&config(), 128 * token - 1).unwrap_err().to_string(),
+            "option kv-tokens must be at most 127: a token needs 5120 bytes, 655359 are available, given 128"
+        );
     }
 
     #[test]

@@ -11,7 +11,7 @@ use eyrie_region::{Epoch, RingError, RingReader};
 use eyrie_service::Drain;
 use eyrie_wire::{PeerChannel, in_process};
 
-use crate::engine::{Command, Engine, Receiver, Turn, assemble, mailbox};
+use crate::engine::{Command, Engine, Pass, Receiver, assemble, mailbox};
 use crate::files::Files;
 use crate::importers::Importers;
 use crate::plan::Plan;
@@ -87,10 +87,10 @@ impl Target {
     /// A fault of the engine.
     pub async fn run(mut self, mut step_time: impl FnMut() -> Duration) -> Result<(), TargetError> {
         loop {
-            match self.engine.turn(&self.mailbox)? {
-                Turn::Stepped => tokio::time::sleep(step_time()).await,
-                Turn::Idle(deadline) => self.mailbox.filled(deadline).await,
-                Turn::Stopped => return Ok(()),
+            match self.engine.pass(&self.mailbox)? {
+                Pass::Stepped => tokio::time::sleep(step_time()).await,
+                Pass::Idle(deadline) => self.mailbox.filled(deadline).await,
+                Pass::Stopped => return Ok(()),
             }
         }
     }

@@ -1,7 +1,9 @@
 //! Paged caches. A sequence's slot `s` lives in page `table.pages[s / page_rows]`, so a chain's slots are contiguous by
 //! position and a cut is a length.
 
+use eyrie_checkpoint::TargetConfig;
 use eyrie_kernels::PagedRows;
+use eyrie_region::check_memory;
 
 use crate::error::{ModelError, Result};
 use crate::pages::{PageAllocator, PageCopy, SeqTable};
@@ -31,6 +33,12 @@ struct PagedLayers {
 impl PagedLayers {
     fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Result<Self> {
         let pages = if page_rows == 0 { 0 } else { tokens.div_ceil(page_rows) };
+        // Each layer by itself may fit where all together do not.
+        let values =
+            [page_rows, width, layers, size_of::<f32>()].iter().try_fold(pages, |n, &m| n.checked_mul(m));
+        if let Some(bytes) = values {
+            check_memory("cache", bytes as u64)?;
+        }
         let layers =
             (0..layers).map(|_| PagedRows::new(pages, page_rows, width)).collect::<Result<_, _>>()?;
         Ok(Self { layers, pages, page_rows })
@@ -160,6 +168,16 @@ cache_type!(
 );
 
 impl LatentCache {
+    /// Numbers a token and layer in a model of `config`.
+    pub(crate) fn width(config: &TargetConfig) -> usize {
+        config.kv_lora_rank + config.qk_rope_head_dim
+    }
+
+    /// Bytes a token in a model of `config`.
+    pub fn token_bytes(config: &TargetConfig) -> u64 {
+        (config.num_hidden_layers * Self::width(config) * size_of::<f32>()) as u64
+    }
+
     pub(crate) fn layers(&self) -> usize {
         self.0.layers.len()
     }
@@ -176,6 +194,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn layers_are_refused_for_what_they_need_together() {
+        let layer = eyrie_region::available_memory() as usize / 2;
+        let error = PagedLayers::new(1000, layer / (64 * 4), 1, 64).unwrap_err().to_string();
+        assert!(error.starts_with("cache: ") && error.contains("memory available"), "{error}");
+        let bytes: usize = error.split(' ').nth(1).unwrap().parse().unwrap();
+        assert_eq!(bytes, layer / (64 * 4) * 64 * 4 * 1000, "all layers at once");
+    }
 
     proptest! {
         #[test]

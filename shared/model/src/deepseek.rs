@@ -222,8 +222,7 @@ impl TargetModel for DeepSeek {
     }
 
     fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<LatentCache> {
-        let width = self.config.kv_lora_rank + self.config.qk_rope_head_dim;
-        LatentCache::new(self.layers.len(), tokens, page_rows, width)
+        LatentCache::new(self.layers.len(), tokens, page_rows, LatentCache::width(&self.config))
     }
 
     fn forward(&mut self, batch: &[SeqRows<'_>], cache: &mut LatentCache) -> Result<ForwardOut> {

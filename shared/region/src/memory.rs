@@ -5,11 +5,14 @@ use std::path::Path;
 
 use crate::RegionError;
 
-/// Bytes that an allocation may take: what the kernel calls available, and no more than the limit of this process's
-/// own control group. Never above `isize::MAX`; that much, too, where `/proc` tells nothing.
-pub(crate) fn available_memory() -> u64 {
+/// Where control groups are mounted.
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// Bytes that could be allocated now: what the kernel calls available, and no more than this process's control group and
+/// those above it have left. Never above `isize::MAX`; that much, too, where `/proc` tells nothing.
+pub fn available_memory() -> u64 {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
-    [machine, cgroup_limit()].into_iter().flatten().fold(isize::MAX as u64, u64::min)
+    [machine, cgroup_available()].into_iter().flatten().fold(isize::MAX as u64, u64::min)
 }
 
 fn mem_available(meminfo: &str) -> Option<u64> {
@@ -18,11 +21,38 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-fn cgroup_limit() -> Option<u64> {
+fn cgroup_available() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     let path = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    least_left(Path::new(CGROUPS), path)
+}
+
+/// The least that the group at `path` below `root`, or a group above it, has left.
+fn least_left(root: &Path, path: &str) -> Option<u64> {
+    let group = root.join(path);
+    let groups = group.ancestors().take_while(|group| group.starts_with(root));
+    groups.filter_map(left_in_group).min()
+}
+
+/// What a group's limit leaves beside memory in use, of which cached files that nobody uses make room; `None` without a
+/// limit.
+fn left_in_group(group: &Path) -> Option<u64> {
+    let read = |file| fs::read_to_string(group.join(file)).ok();
     // The word `max`, for no limit, does not parse.
-    fs::read_to_string(Path::new("/sys/fs/cgroup").join(path).join("memory.max")).ok()?.trim().parse().ok()
+    let limit: u64 = read("memory.max")?.trim().parse().ok()?;
+    let used: u64 = read("memory.current")?.trim().parse().ok()?;
+    let stat = read("memory.stat").unwrap_or_default();
+    let files = stat.lines().find_map(|line| line.strip_prefix("inactive_file ")?.trim().parse().ok());
+    Some(limit.saturating_sub(used.saturating_sub(files.unwrap_or(0))))
+}
+
+/// Refuses `len` bytes for `name` if they are more than there are. For what is made of several allocations: each by itself
+/// may fit where all together do not.
+///
+/// # Errors
+/// [`RegionError::OutOfMemory`].
+pub fn check_memory(name: &str, len: u64) -> Result<(), RegionError> {
+    check_fits(name, len, available_memory())
 }
 
 /// Allocating more than there is does not fail, it summons the OOM killer upon bystanders: refuse it beforehand.
@@ -53,6 +83,27 @@ mod tests {
         assert_eq!(mem_available(text), Some(102_400));
         assert_eq!(mem_available("MemTotal: 5 kB\n"), None);
         assert_eq!(mem_available("MemAvailable: much\n"), None);
+    }
+
+    #[test]
+    fn a_group_has_what_it_and_those_above_leave() {
+        let root = tempfile::tempdir().unwrap();
+        let group = root.path().join("a/b");
+        fs::create_dir_all(&group).unwrap();
+        let write = |dir: &Path, max: &str, current: &str| {
+            fs::write(dir.join("memory.max"), max).unwrap();
+            fs::write(dir.join("memory.current"), current).unwrap();
+        };
+        assert_eq!(least_left(root.path(), "a/b"), None, "the root has no limit");
+        write(&group, "max\n", "900\n");
+        assert_eq!(least_left(root.path(), "a/b"), None);
+        write(&group, "1000\n", "900\n");
+        fs::write(group.join("memory.stat"), "anon 5\ninactive_file 300\nactive_file 7\n").unwrap();
+        assert_eq!(least_left(root.path(), "a/b"), Some(400));
+        write(&root.path().join("a"), "2000\n", "1990\n");
+        assert_eq!(least_left(root.path(), "a/b"), Some(10));
+        write(&root.path().join("a"), "2000\n", "2001\n");
+        assert_eq!(least_left(root.path(), "a/b"), Some(0));
     }
 
     #[test]

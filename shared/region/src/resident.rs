@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use memmap2::{Advice, MmapMut, MmapOptions};
 
 use crate::RegionError;
-use crate::memory::{available_memory, check_fits};
+use crate::memory::check_memory;
 
 /// Zeroed numbers whose pages are taken when it is made: memory that runs out is an error then, no later write waits
 /// for a page, and what the process uses does not depend on how much of it was written.
@@ -26,7 +26,7 @@ impl Resident {
             return Err(RegionError::Empty { name: name.to_owned() });
         }
         let bytes = len.saturating_mul(size_of::<f32>());
-        check_fits(name, bytes as u64, available_memory())?;
+        check_memory(name, bytes as u64)?;
         let failed = |source| RegionError::Resident { name: name.to_owned(), bytes, source };
         // Not of huge pages: they are taken faster where there are some, but on a machine whose memory is full of cached
         // files the kernel may spend seconds on making them.

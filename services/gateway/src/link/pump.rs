@@ -15,6 +15,8 @@ const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
 /// A frame is closed at this size (bytes, estimated), far below the largest message.
 const FRAME_BYTES: usize = 4 << 20;
+/// Items of a frame at most: the target refuses longer frames.
+const FRAME_ITEMS: usize = 1024;
 /// A peer that stays silent this long after a missed deadline gets a new stream.
 const SUSPECT_LIMIT: Duration = Duration::from_secs(30);
 
@@ -186,13 +188,19 @@ impl<P: Peer> Shared<P> {
         }
     }
 
-    /// One frame's items, closes first; `None` when so many closes wait that a new stream is cheaper.
+    /// One frame's items, closes first; what is over its limits goes into the next. `None` when so many closes wait that a new stream is cheaper.
     fn gather(&self, first: Option<P::Item>, items: &mut mpsc::Receiver<P::Item>) -> Option<Vec<P::Item>> {
         let mut table = self.table.lock();
         if table.closing.len() > CLOSES {
             return None;
         }
-        let closing = std::mem::take(&mut table.closing);
+        // Half of a frame is left to the sessions.
+        let now = table.closing.len().min(FRAME_ITEMS / 2);
+        let rest = table.closing.split_off(now);
+        let closing = std::mem::replace(&mut table.closing, rest);
+        if !table.closing.is_empty() {
+            self.closes.notify_one();
+        }
         let excess = (table.closed.len() + closing.len()).saturating_sub(RECENT_CLOSES);
         table.closed.extend(&closing);
         table.closed.drain(..excess);
@@ -204,7 +212,8 @@ impl<P: Peer> Shared<P> {
                 bytes += P::item_bytes(&item);
                 frame.push(item);
             }
-            next = if bytes < FRAME_BYTES { items.try_recv().ok() } else { None };
+            let has_room = bytes < FRAME_BYTES && frame.len() < FRAME_ITEMS;
+            next = if has_room { items.try_recv().ok() } else { None };
         }
         Some(frame)
     }
@@ -274,6 +283,19 @@ mod tests {
         }
         assert!(!reads.is_broken());
         assert!(silent.replies.is_closed(), "no more is kept for it");
+    }
+
+    #[test]
+    fn many_closes_are_told_in_several_frames() {
+        let (link, mut items) = link();
+        let stays = link.register().unwrap();
+        stays.try_send(Op::Revoke(Revoke {})).unwrap();
+        let all: Vec<u64> = (10..10 + FRAME_ITEMS as u64).collect();
+        link.shared.table.lock().closing = all.clone();
+        let frame = link.shared.gather(None, &mut items).unwrap();
+        assert_eq!((frame.len(), frame.last().unwrap().seq), (FRAME_ITEMS / 2 + 1, stays.seq));
+        assert_eq!(closes(&link, &mut items), all[FRAME_ITEMS / 2..]);
+        assert!(closes(&link, &mut items).is_empty());
     }
 
     #[test]

@@ -8,6 +8,7 @@ use eyrie_wire::v1::{FeatureRef, RingSlot, feature_ref::At};
 
 use super::kept::{Kept, KeptSizes};
 use super::sequence::Key;
+use crate::TargetError;
 
 /// Rows a ring slot holds. A round of up to seven drafts fits one slot, and a slot is the unit that is overwritten.
 pub(crate) const SLOT_ROWS: u32 = 8;
@@ -21,9 +22,9 @@ pub(crate) struct Features {
 
 impl Features {
     /// A ring of `slots` slots. Rows of live sequences and of known pages are kept as `sizes` says.
-    pub(crate) fn create(slots: u32, sizes: KeptSizes, epoch: Epoch) -> Result<Self, RingError> {
+    pub(crate) fn create(slots: u32, sizes: KeptSizes, epoch: Epoch) -> Result<Self, TargetError> {
         let geometry = RingGeometry { slots, slot_rows: SLOT_ROWS, row_width: sizes.width as u32 };
-        Ok(Self { ring: RingWriter::create(geometry, epoch)?, kept: Kept::new(sizes) })
+        Ok(Self { ring: RingWriter::create(geometry, epoch)?, kept: Kept::new(sizes)? })
     }
 
     pub(crate) fn geometry(&self) -> RingGeometry {
@@ -79,6 +80,11 @@ impl Features {
     /// Lets go of all rows of `key` that no other sequence or known page has too.
     pub(crate) fn forget(&mut self, key: Key) {
         self.kept.forget(key);
+    }
+
+    /// How far into `table` a sequence that wants all rows may begin, as [`Kept::reach`] says.
+    pub(crate) fn reach(&mut self, table: &SeqTable, pages: &PageAllocator) -> u32 {
+        self.kept.reach(table, pages)
     }
 
     /// Gives `key` the rows that are kept of the known pages it begins with, as [`Kept::adopt`] says.

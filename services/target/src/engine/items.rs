@@ -16,6 +16,9 @@ impl Engine {
     pub(super) fn take_items(&mut self, stream: StreamId, items: Vec<v1::TargetItem>) {
         let Some(boot) = self.streams.boot_of(stream) else { return };
         for item in items {
+            if !self.streams.takes_items(stream) {
+                return;
+            }
             let key = Key { boot, seq: item.seq };
             let closing = matches!(item.op, Some(Op::Close(_)));
             if let Err(error) = self.claim(key, stream, closing) {
@@ -82,15 +85,30 @@ impl Engine {
         if self.drain.is_draining() {
             return Err(item_error(Reason::Draining, "the target is draining: no new sequences"));
         }
-        let limit = self.max_sequences.saturating_mul(WAITING_FACTOR);
-        if self.sequences.len() - self.finished.len() - self.holders() >= limit {
-            let message = format!("{limit} sequences may wait for KV pages, and as many do");
-            return Err(item_error(Reason::Busy, message));
-        }
         let request = self.limits.request(open)?;
+        self.make_waiting_room(request.priority)?;
         self.sequences.insert(key, Sequence::new(request, stream, self.arrivals));
         self.arrivals += 1;
         Ok(Vec::new())
+    }
+
+    /// Sees to it that one more of priority `class` may wait: where as many wait as may, the last of those that have
+    /// computed nothing and are of a worse priority is refused in its place.
+    fn make_waiting_room(&mut self, class: i32) -> Result<(), ItemError> {
+        let limit = self.max_sequences.saturating_mul(WAITING_FACTOR);
+        if self.sequences.len() - self.finished.len() - self.holders() < limit {
+            return Ok(());
+        }
+        let busy =
+            item_error(Reason::Busy, format!("{limit} sequences may wait for KV pages, and as many do"));
+        let is_worse = |s: &Sequence| s.waits() && s.kv_len == 0 && s.rank.class > class;
+        let worse = self.sequences.iter().filter(|(_, sequence)| is_worse(sequence));
+        let Some((&last, sequence)) = worse.max_by_key(|(_, sequence)| sequence.rank) else {
+            return Err(busy);
+        };
+        self.streams.reply(sequence.route, last.seq, Body::Error(busy));
+        self.close(last);
+        Ok(())
     }
 
     fn verify(&mut self, key: Key, verify: &v1::Verify) -> Result<Vec<Body>, ItemError> {

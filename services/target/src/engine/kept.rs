@@ -4,10 +4,11 @@
 //! that is full is also entered for the KV page that the prefix cache knows, so that sequences that start with that page
 //! share it, and it stays for as long as the page is known.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use eyrie_model::{PageAllocator, SeqTable};
+use eyrie_region::{RegionError, check_memory};
 
 use super::sequence::Key;
 
@@ -15,7 +16,7 @@ use super::sequence::Key;
 type Block = Arc<Vec<f32>>;
 
 /// Rows under a byte limit. Over it, first those go that no sequence refers to, least recently used first, then the oldest
-/// rows of the longest sequence.
+/// rows of the longest sequence that has them alone.
 #[derive(Debug)]
 pub(super) struct Kept {
     width: usize,
@@ -26,9 +27,6 @@ pub(super) struct Kept {
     /// Blocks in use, and the memory of those that were.
     blocks: usize,
     spare: Vec<Vec<f32>>,
-    /// Blocks whose memory is taken when the first rows are kept: of every KV page, and of the page that each sequence is
-    /// filling. A target that has served for long needs no more than one that has just begun to.
-    untaken: usize,
     clock: u64,
     /// What [`PageAllocator::given_up`] was when blocks of pages were dropped last.
     swept: u64,
@@ -66,22 +64,34 @@ pub(crate) struct KeptSizes {
 }
 
 impl Kept {
-    pub(super) fn new(sizes: KeptSizes) -> Self {
+    /// Takes the memory for the blocks of every KV page, and of the page that each sequence is filling, as far as the limit
+    /// goes: a target that has served for long needs no more than one that has just begun to.
+    ///
+    /// # Errors
+    /// [`RegionError::OutOfMemory`] for more than there is.
+    pub(super) fn new(sizes: KeptSizes) -> Result<Self, RegionError> {
         let KeptSizes { width, page_rows, pages, sequences, limit } = sizes;
         let block_bytes = (page_rows * width * size_of::<f32>()) as u64;
-        Self {
+        let blocks = (limit / block_bytes.max(1)).min((pages + sequences) as u64);
+        check_memory("feature cache", blocks * block_bytes)?;
+        let taken = |_| {
+            // Written once, so that there is memory behind it.
+            let mut block = vec![1.0; page_rows * width];
+            block.clear();
+            block
+        };
+        Ok(Self {
             width,
             page_rows,
             limit,
             sequences: BTreeMap::new(),
             pages: BTreeMap::new(),
             blocks: 0,
-            spare: Vec::new(),
-            untaken: (limit / block_bytes.max(1)).min((pages + sequences) as u64) as usize,
+            spare: (0..blocks).map(taken).collect(),
             clock: 0,
             swept: 0,
             rows_let_go: 0,
-        }
+        })
     }
 
     /// Values a row.
@@ -149,6 +159,17 @@ impl Kept {
         if let Some(rows) = self.sequences.remove(&key) {
             rows.blocks.into_iter().for_each(|block| self.release(block));
         }
+    }
+
+    /// Leading slots of the known pages of `table` whose rows are kept. All of its slots if they are more than could be
+    /// kept: to compute them again would not help.
+    pub(super) fn reach(&mut self, table: &SeqTable, pages: &PageAllocator) -> u32 {
+        self.sweep(pages);
+        if table.pages().len() as u64 * self.block_bytes() > self.limit {
+            return table.len();
+        }
+        let run = table.pages().iter().take_while(|page| self.pages.contains_key(page)).count();
+        table.len().min((run * self.page_rows) as u32)
     }
 
     /// Gives `key`, which begins with the known pages of `table`, the rows that are kept of them: as many as reach up to
@@ -228,16 +249,8 @@ impl Kept {
     }
 
     fn allocate(&mut self) -> Block {
-        let values = self.page_rows * self.width;
-        let untaken = std::mem::take(&mut self.untaken);
-        self.spare.extend((0..untaken).map(|_| {
-            // Written once, so that there is memory behind it.
-            let mut block = vec![1.0; values];
-            block.clear();
-            block
-        }));
         self.blocks += 1;
-        Arc::new(self.spare.pop().unwrap_or_else(|| Vec::with_capacity(values)))
+        Arc::new(self.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.page_rows * self.width)))
     }
 
     fn copy(&mut self, rows: &[f32]) -> Block {
@@ -271,15 +284,21 @@ impl Kept {
         let Some(page) = unused.min_by_key(|(_, rows)| rows.used).map(|(&page, _)| page) else {
             return false;
         };
+        tracing::debug!(page, "feature rows that no sequence has are let go: the feature cache is full");
         if let Some(rows) = self.pages.remove(&page) {
             self.release(rows.block);
         }
         true
     }
 
-    /// Drops the oldest rows of the longest sequence.
+    /// Drops the oldest rows of the longest sequence, of those that share them with no other if there are any.
     fn drop_oldest(&mut self) -> bool {
-        let longest = self.sequences.values_mut().max_by_key(|rows| rows.blocks.len());
+        let known: HashSet<_> = self.pages.values().map(|rows| Arc::as_ptr(&rows.block)).collect();
+        // A block that other sequences have too stays where it is.
+        let is_alone =
+            |block: &Block| Arc::strong_count(block) == 1 + usize::from(known.contains(&Arc::as_ptr(block)));
+        let frees = |rows: &Rows| rows.blocks.front().is_some_and(is_alone);
+        let longest = self.sequences.values_mut().max_by_key(|rows| (frees(rows), rows.blocks.len()));
         let Some((rows, block)) = longest.and_then(|rows| rows.blocks.pop_front().map(|block| (rows, block)))
         else {
             return false;

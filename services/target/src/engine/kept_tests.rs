@@ -14,6 +14,7 @@ fn rows(positions: std::ops::Range<u32>) -> Vec<f32> {
 
 fn kept(blocks: u64) -> Kept {
     Kept::new(KeptSizes { width: WIDTH, page_rows: PAGE, pages: 4, sequences: 2, limit: blocks * BLOCK })
+        .unwrap()
 }
 
 #[test]
@@ -135,6 +136,19 @@ fn rows_that_no_sequence_has_go_first_and_a_gap_ends_what_is_adopted() {
 }
 
 #[test]
+fn rows_that_only_one_sequence_has_go_before_shared_ones() {
+    let (mut kept, mut pages) = (kept(4), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
+    let table = compute(&mut kept, &mut pages, key(1), 12);
+    kept.adopt(key(2), &table, true, &pages);
+    kept.append(key(3), 0, &rows(0..5));
+    assert_eq!((kept.bytes(), kept.rows_let_go), (4 * BLOCK, PAGE as u64));
+    assert_eq!(kept.read(key(3), 0, 5, 99), (Some(4), 4, rows(4..5)));
+    for shared in [key(1), key(2)] {
+        assert_eq!(kept.read(shared, 0, 12, 99), (Some(0), 0, rows(0..12)));
+    }
+}
+
+#[test]
 fn a_sequence_without_features_leaves_rows_to_its_pages_only() {
     let (mut kept, mut pages) = (kept(100), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
     let mut table = SeqTable::default();
@@ -155,12 +169,13 @@ fn a_sequence_without_features_leaves_rows_to_its_pages_only() {
 }
 
 #[test]
-fn memory_is_taken_with_the_first_rows_and_used_again() {
-    for (limit, taken) in [(100, 6), (3, 3)] {
-        let mut kept = kept(limit);
-        kept.append(key(1), 0, &rows(0..1));
-        assert_eq!((kept.blocks, kept.spare.len()), (1, taken - 1));
+fn memory_is_taken_at_the_start_and_used_again() {
+    for (limit, taken) in [(100, 6), (3, 3), (0, 0)] {
+        assert_eq!((kept(limit).blocks, kept(limit).spare.len()), (0, taken));
     }
+    let sizes = KeptSizes { width: 1 << 20, page_rows: 64, pages: 1 << 30, sequences: 2, limit: u64::MAX };
+    let error = Kept::new(sizes).unwrap_err().to_string();
+    assert!(error.starts_with("feature cache: ") && error.contains("memory available"), "{error}");
     let mut kept = kept(100);
     for _ in 0..3 {
         kept.append(key(1), 0, &rows(0..30));

@@ -10,7 +10,7 @@ use eyrie_checkpoint::{
 };
 use eyrie_kernels::{Cpu, CpuOptions, Isa};
 use eyrie_model::{Backing, CaptureSet, Progress, SharedWeights, TargetModel, load_target};
-use eyrie_region::{Epoch, Grant};
+use eyrie_region::{Epoch, Grant, available_memory};
 use eyrie_service::Drain;
 use eyrie_speculation::Sampler;
 
@@ -24,7 +24,7 @@ use crate::fingerprint::{Parts, fingerprint};
 use crate::plan::Plan;
 
 /// Slots of a KV page.
-const PAGE_ROWS: usize = 64;
+pub(crate) const PAGE_ROWS: usize = 64;
 
 /// What loading needs.
 pub(crate) struct LoadRequest {
@@ -58,6 +58,7 @@ pub(crate) struct Loaded {
 /// Loads the model; `progress` is told the bytes read.
 pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Loaded, TargetError> {
     let LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain } = request;
+    plan.check_memory(checkpoint.config(), available_memory())?;
     let cpu = Cpu::new(CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) })?;
     let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch)?;
     let model = load_target(&checkpoint, shared, &cpu, progress)?;

@@ -35,7 +35,7 @@ use crate::TargetError;
 
 pub(crate) use self::features::SLOT_ROWS;
 pub(crate) use self::gauges::Gauges;
-pub(crate) use self::load::{Exports, LoadRequest, Loaded, assemble, load};
+pub(crate) use self::load::{Exports, LoadRequest, Loaded, PAGE_ROWS, assemble, load};
 pub(crate) use self::mailbox::{Receiver, Sender, Stopped, mailbox};
 pub(crate) use self::streams::{Ending, Life, Replies, StreamId};
 
@@ -111,8 +111,8 @@ enum Next {
     Sleep(Option<Instant>),
 }
 
-/// What a turn of the loop came to.
-pub(crate) enum Turn {
+/// What a pass of the loop came to.
+pub(crate) enum Pass {
     Stepped,
     /// Nothing to do until a command comes, or until then.
     Idle(Option<Instant>),
@@ -129,24 +129,24 @@ impl Engine {
     /// Steps until told to stop. Errors are faults of the machine or of ours; no item of a stream causes one.
     pub(crate) fn run(&mut self, mailbox: &Receiver<Command>) -> Result<(), TargetError> {
         loop {
-            match self.turn(mailbox)? {
-                Turn::Stepped => {}
-                Turn::Idle(deadline) => {
+            match self.pass(mailbox)? {
+                Pass::Stepped => {}
+                Pass::Idle(deadline) => {
                     mailbox.wait(deadline);
                 }
-                Turn::Stopped => return Ok(()),
+                Pass::Stopped => return Ok(()),
             }
         }
     }
 
     /// Obeys what waits in the mailbox, then runs one step if one is due.
-    pub(crate) fn turn(&mut self, mailbox: &Receiver<Command>) -> Result<Turn, TargetError> {
+    pub(crate) fn pass(&mut self, mailbox: &Receiver<Command>) -> Result<Pass, TargetError> {
         let mut inbox = VecDeque::new();
         mailbox.drain_into(&mut inbox);
         while let Some(command) = inbox.pop_front() {
             if self.obey(command).is_break() {
                 self.streams.flush();
-                return Ok(Turn::Stopped);
+                return Ok(Pass::Stopped);
             }
         }
         let now = Instant::now();
@@ -164,9 +164,9 @@ impl Engine {
                 self.step()?;
                 self.report();
                 self.streams.flush();
-                Ok(Turn::Stepped)
+                Ok(Pass::Stepped)
             }
-            Next::Sleep(deadline) => Ok(Turn::Idle(deadline)),
+            Next::Sleep(deadline) => Ok(Pass::Idle(deadline)),
         }
     }
 

@@ -47,7 +47,13 @@ impl Engine {
         if others >= self.max_sequences {
             return false;
         }
-        let table = self.pages.lookup(sequence.reusable());
+        let wants_rows = sequence.features && sequence.kv_len == 0;
+        let mut table = self.pages.lookup(sequence.reusable());
+        // Pages without feature rows are computed once more, or nobody would ever have those rows.
+        if let Some(features) = self.features.as_mut().filter(|_| wants_rows) {
+            let len = features.reach(&table, &self.pages);
+            self.pages.cut(&mut table, len);
+        }
         let wanted = slots.div_ceil(self.pages.page_rows()).saturating_sub(table.pages().len()) + others;
         match self.make_room(victims, wanted, self.max_sequences - 1) {
             true => self.begin(key, table, slots),

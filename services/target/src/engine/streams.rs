@@ -8,8 +8,9 @@ use eyrie_wire::{Reason, refuse};
 use tokio::sync::mpsc;
 use tonic::Status;
 
-/// Replies that wait for one stream at most. A gateway that asks for every stored reply of its sequences at once stays
-/// below it; one that repeats itself without end must not use up the memory.
+/// Replies that wait for one stream at most, with the references to feature rows in them: those of some 256 of the longest
+/// credits, asked for again at once. A gateway beyond that, or one that repeats itself without end, loses its stream and
+/// may ask for less on the next: it must not use up the memory.
 const MAX_PENDING: usize = 1 << 18;
 
 /// Number of a stream within this process.
@@ -47,16 +48,26 @@ struct Outbox {
     life: Life,
     replies: Replies,
     pending: Vec<TargetOut>,
+    /// Pending replies and the references in them.
+    weight: usize,
+    /// Whether it was ended because too much waits for it.
+    is_cut_off: bool,
     /// Whether the other half has ended: no more items come.
     finished: bool,
 }
 
 impl Outbox {
+    fn new(boot: u64, life: Life, replies: Replies) -> Self {
+        Self { boot, life, replies, pending: Vec::new(), weight: 0, is_cut_off: false, finished: false }
+    }
+
     /// Ends the stream, which frees its sequences as any broken one does.
     fn cut_off(&mut self) {
-        let message = format!("{MAX_PENDING} replies may wait for a stream, and as many do");
+        let message =
+            format!("{MAX_PENDING} replies and feature references may wait for a stream, and as many do");
         let _ = self.replies.ending.set(Err(refuse(Reason::Busy, message)));
         self.pending = Vec::new();
+        self.is_cut_off = true;
         // With its sender gone the caller's half reads the end.
         self.replies.frames = mpsc::channel(1).0;
     }
@@ -73,7 +84,7 @@ pub(crate) struct Streams {
 impl Streams {
     /// Enters a stream. A Rounds stream ends the earlier one of its boot, which is a dead connection's.
     pub(crate) fn attach(&mut self, id: StreamId, boot: u64, life: Life, replies: Replies) {
-        self.open.insert(id, Outbox { boot, life, replies, pending: Vec::new(), finished: false });
+        self.open.insert(id, Outbox::new(boot, life, replies));
         if life == Life::Lasting
             && let Some(old) = self.lasting.insert(boot, id).and_then(|old| self.open.remove(&old))
         {
@@ -115,6 +126,11 @@ impl Streams {
         self.open.get(&id).is_some_and(|outbox| outbox.life == Life::Unary)
     }
 
+    /// Whether its items are to be taken: it is open and was not ended for what waits on it.
+    pub(crate) fn takes_items(&self, id: StreamId) -> bool {
+        self.open.get(&id).is_some_and(|outbox| !outbox.is_cut_off)
+    }
+
     /// Whether its caller says nothing more on this stream, and waits for the answers.
     pub(crate) fn is_final(&self, id: StreamId) -> bool {
         self.open.get(&id).is_some_and(|outbox| outbox.life == Life::Unary || outbox.finished)
@@ -139,7 +155,11 @@ impl Streams {
     /// too many wait is ended.
     pub(crate) fn reply(&mut self, id: StreamId, seq: u64, body: Body) {
         let Some(outbox) = self.open.get_mut(&id) else { return };
-        if outbox.pending.len() < MAX_PENDING {
+        if outbox.is_cut_off {
+            return;
+        }
+        outbox.weight += weight(&body);
+        if outbox.weight <= MAX_PENDING {
             outbox.pending.push(TargetOut { seq, body: Some(body) });
         } else {
             outbox.cut_off();
@@ -153,10 +173,14 @@ impl Streams {
             match outbox.replies.frames.try_reserve() {
                 Ok(room) => {
                     let outs = std::mem::take(&mut outbox.pending);
+                    outbox.weight = 0;
                     room.send(TargetReply { hello: None, outs });
                 }
                 Err(mpsc::error::TrySendError::Full(())) => stalled = true,
-                Err(mpsc::error::TrySendError::Closed(())) => outbox.pending.clear(),
+                Err(mpsc::error::TrySendError::Closed(())) => {
+                    outbox.pending.clear();
+                    outbox.weight = 0;
+                }
             }
         }
         stalled
@@ -167,9 +191,18 @@ impl Streams {
     }
 }
 
+/// What a reply counts for against [`MAX_PENDING`].
+fn weight(body: &Body) -> usize {
+    1 + match body {
+        Body::Features(features) => features.refs.len(),
+        Body::Committed(committed) => committed.features.len(),
+        Body::Closed(_) | Body::Error(_) => 0,
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use eyrie_wire::v1::Closed;
+    use eyrie_wire::v1::{self, Closed, FeatureRef};
 
     use super::*;
 
@@ -206,10 +239,15 @@ mod tests {
         let (sender, mut receiver) = replies();
         let ending = sender.ending.clone();
         streams.attach(StreamId(1), 7, Life::Lasting, sender);
-        for seq in 0..=MAX_PENDING as u64 {
-            assert!(ending.get().is_none());
+        let features = |refs| {
+            Body::Features(v1::Features { refs: vec![FeatureRef::default(); refs], ..Default::default() })
+        };
+        streams.reply(StreamId(1), 0, features(MAX_PENDING / 2 - 1));
+        for seq in 0..=MAX_PENDING as u64 / 2 {
+            assert!(ending.get().is_none() && streams.takes_items(StreamId(1)));
             streams.reply(StreamId(1), seq, closed());
         }
+        assert!(!streams.takes_items(StreamId(1)));
         assert!(ending.get().is_some_and(Result::is_err));
         assert_eq!(receiver.try_recv(), Err(mpsc::error::TryRecvError::Disconnected));
         assert!(!streams.flush() && !streams.is_flowing(StreamId(1)));

@@ -36,8 +36,8 @@ impl Drop for Held {
 }
 
 impl Service {
-    /// Grants a lease, which takes up `room`, and holds it until the importer ends its half of the stream. At a stop this half ends first,
-    /// which asks the importer to unmap.
+    /// Grants a lease, which takes up `room`, and holds it until the importer ends its half of the stream. At a stop this
+    /// half ends first, which asks the importer to unmap; a remote holder has nothing mapped and is not waited for.
     pub(super) fn lease(
         self,
         mut frames: Streaming<LeaseFrame>,
@@ -64,7 +64,9 @@ impl Service {
                 () = grants.closed() => {}
                 () = self.drain.stopped() => {
                     drop(grants);
-                    ended.await;
+                    if held.offer.is_some() {
+                        ended.await;
+                    }
                 }
             }
             tracing::info!(lease = held.id.get(), "lease ended");

@@ -17,6 +17,8 @@ use crate::engine::{Command, Ending, Life, Replies, StreamId};
 
 /// Reply frames that may wait for a slow gateway.
 const REPLY_FRAMES: usize = 64;
+/// Items of one frame at most: the engine takes a frame's items in one go.
+const MAX_ITEMS: usize = 4096;
 /// How often streams are looked at, and for how many looks a gateway may leave its replies unread before its stream is
 /// dropped.
 const STALL_CHECK: Duration = Duration::from_secs(1);
@@ -89,6 +91,7 @@ impl Service {
         let first = first.map_err(|_| hello::late())?.map_err(with_reason)?;
         let first = first.unwrap_or_default();
         let boot = hello::check(&self.state, first.hello.as_ref())?;
+        check_items(&first)?;
         if let Some(replies) = replies.take() {
             let hello = Some(hello::answer(&self.state, boot));
             // The channel is new and empty.
@@ -109,6 +112,7 @@ impl Service {
                 let message = "hello may be in the first frame of a stream only";
                 return Err(refuse(Reason::InvalidArgument, message));
             }
+            check_items(&frame)?;
             self.tell(Command::Items { stream, items: frame.items }).await?;
             // A gateway that does not read is not read from, so that its errors cannot pile up either.
             if let Some(replies) = replies.upgrade() {
@@ -116,6 +120,16 @@ impl Service {
             }
         }
         Ok(())
+    }
+}
+
+fn check_items(frame: &TargetFrame) -> Result<(), Status> {
+    match frame.items.len() {
+        given if given > MAX_ITEMS => {
+            let message = format!("items: a frame may hold {MAX_ITEMS}, given {given}");
+            Err(refuse(Reason::InvalidArgument, message))
+        }
+        _ => Ok(()),
     }
 }
 

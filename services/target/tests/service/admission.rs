@@ -97,6 +97,22 @@ async fn a_unary_round_holds_a_bounded_number_of_items() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_frame_of_a_stream_holds_a_bounded_number_of_items() {
+    let server = Server::start().await;
+    let mut rounds = server.rounds(1).await;
+    let items = |count| (0..count).map(|seq| (seq, close())).collect();
+    rounds.send_all(items(4096)).await;
+    for _ in 0..4096 {
+        rounds.closed().await;
+    }
+    rounds.send_all(items(4097)).await;
+    let status = rounds.status().await;
+    assert_eq!(reason_of(&status).as_deref(), Some("INVALID_ARGUMENT"));
+    assert!(status.message().contains("4096, given 4097"), "{status}");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_unary_open_that_waits_for_its_own_call_is_answered() {
     let server = Server::start_with(|options| options.max_sequences = 2).await;
     let Golden { prompt, tokens } = &goldens(1)[0];

@@ -267,16 +267,29 @@ async fn rows_that_were_let_go_start_later() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_draft_no_rows_are_kept_of_sequences_that_want_none() {
+async fn pages_computed_without_a_draft_get_their_rows_when_one_wants_them() {
     let server = with_cache(None).await;
     let mut rounds = server.rounds(1).await;
     let prompt = text(2 * PAGE + 10);
-    rounds.plain(1, greedy(&prompt, 2)).await;
+    let wanted = rounds.plain(1, greedy(&prompt, 2)).await;
     let load = server.load().await;
     assert_eq!((load.aux_bytes, load.cached_aux_bytes), (0, 0));
+    let lease = attach(&server).await;
     let (published, state) = opened(&mut rounds, &prompt).await;
-    assert_eq!((state.cached, published.refs[0].first), (2 * PAGE as u32, 2 * PAGE as u32));
+    assert_eq!((state.cached, published.refs[0].first, &state.tokens[0]), (0, 0, &wanted[0]));
+    let rows = lease.rows(&published.refs, 0);
     rounds.send(1, fetch(0)).await;
-    assert_eq!(rounds.features().await.first_held, state.cached);
+    assert_eq!(rounds.features().await.first_held, 0);
+    rounds.send(1, close()).await;
+    rounds.closed().await;
+
+    // The pages are the ones that were known, and have their rows from now on.
+    assert_eq!(server.load().await.cached_aux_bytes, 2 * ROWS_BYTES);
+    let (_, state) = opened(&mut rounds, &prompt).await;
+    assert_eq!(state.cached as usize, 2 * PAGE);
+    rounds.send(1, fetch(0)).await;
+    let again = rounds.features().await;
+    assert_eq!(again.first_held, 0);
+    assert!(lease.rows(&again.refs, 0) == rows);
     server.stop().await;
 }
