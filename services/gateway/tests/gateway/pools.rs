@@ -137,8 +137,7 @@ async fn what_one_target_refuses_another_takes() {
 
 #[tokio::test]
 async fn too_long_is_the_clients_fault_only_where_no_target_could_take_it() {
-    let brief = |o: &mut GatewayOptions| o.target_timeout = Duration::from_millis(300);
-    let (world, a, b) = two_targets(brief).await;
+    let (world, a, b) = two_targets(|_| {}).await;
     a.refuse_open(Reason::KvCapacity, "too small");
     b.refuse_open(Reason::Context, "too small");
     let told = |status: &tonic::Status| (status.code(), status.message().contains("too small"));
