@@ -157,6 +157,7 @@ fn to_json(done: &Completion) -> Value {
 fn usage_json(usage: &Usage) -> Value {
     json!({
         "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
         "rounds": usage.rounds,
         "drafted_tokens": usage.drafted_tokens,

@@ -205,7 +205,7 @@ async fn features_that_are_no_numbers_fail_the_round_and_nothing_else() {
     let outs = rounds.receive(2).await;
     let alone = rounds.proposal(3, ask(good.clone())).await;
     assert_eq!(common::proposal(outs[0].body.clone().unwrap()), alone);
-    assert!(format!("{:?}", outs[1].body).contains("INTERNAL"), "{:?}", outs[1]);
+    assert!(format!("{:?}", outs[1].body).contains("INVALID_ARGUMENT"), "{:?}", outs[1]);
     assert_eq!(rounds.proposal(2, ask(good)).await, alone, "the sequence begins anew");
     draft.stop().await;
 }

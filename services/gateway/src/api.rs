@@ -77,13 +77,8 @@ impl Api {
             max_prompt_bytes: self.gateway.options.max_prompt_bytes,
             draft_limit: self.gateway.pool.draft_limit(),
         };
-        let prepared = prepare(request.into_inner(), Arc::clone(&served), defaults);
-        let (admitted, output) = match deadline {
-            Some(deadline) => timeout_at(deadline.work, prepared).await.unwrap_or_else(|_| {
-                Err(refuse(Reason::Deadline, "the deadline passed before the prompt was encoded"))
-            })?,
-            None => prepared.await?,
-        };
+        let prepared = self.prepare(request.into_inner(), Arc::clone(&served), defaults, deadline);
+        let (admitted, output) = prepared.await.map_err(|status| self.gateway.pool.judged(status, false))?;
         let (chunks, unread) = mpsc::channel(UNREAD_CHUNKS);
         let (end, ended) = oneshot::channel();
         let fingerprint = served.card.fingerprint.clone();
@@ -93,6 +88,43 @@ impl Api {
             drop(place);
         });
         Ok(Reply::new(unread, ended))
+    }
+
+    /// Validation and tokenising. A text is encoded off the reactor: a long one takes milliseconds.
+    async fn prepare(
+        &self,
+        request: GenerateRequest,
+        served: Arc<Served>,
+        defaults: Defaults,
+        deadline: Option<Deadline>,
+    ) -> Result<(Admitted, Output), Status> {
+        if let Some(Prompt::Ids(_)) = request.prompt {
+            return prepare_now(request, &served, defaults);
+        }
+        self.off_reactor(deadline, move || prepare_now(request, &served, defaults)).await
+    }
+
+    /// Runs `work` on a blocking thread, once one is left for it.
+    async fn off_reactor<T: Send + 'static>(
+        &self,
+        deadline: Option<Deadline>,
+        work: impl FnOnce() -> Result<T, Status> + Send + 'static,
+    ) -> Result<T, Status> {
+        let failed = || refuse(Reason::Internal, "the tokenizer failed");
+        let encoders = Arc::clone(&self.gateway.encoders);
+        let done = async {
+            let permit = encoders.acquire_owned().await.map_err(|_| failed())?;
+            let run = move || {
+                // Given back by the thread, not by a client that leaves.
+                let _permit = permit;
+                work()
+            };
+            tokio::task::spawn_blocking(run).await.unwrap_or_else(|_| Err(failed()))
+        };
+        let Some(deadline) = deadline else { return done.await };
+        timeout_at(deadline.work, done).await.unwrap_or_else(|_| {
+            Err(refuse(Reason::Deadline, "the deadline passed before the tokenizer was done"))
+        })
     }
 
     fn model(&self, served: &Served) -> Model {
@@ -112,19 +144,6 @@ impl Api {
         self.gateway.pool.describe(&mut model);
         model
     }
-}
-
-/// Validation and tokenising. A text is encoded off the reactor: a long one takes milliseconds.
-async fn prepare(
-    request: GenerateRequest,
-    served: Arc<Served>,
-    defaults: Defaults,
-) -> Result<(Admitted, Output), Status> {
-    if let Some(Prompt::Ids(_)) = request.prompt {
-        return prepare_now(request, &served, defaults);
-    }
-    let prepared = tokio::task::spawn_blocking(move || prepare_now(request, &served, defaults));
-    prepared.await.unwrap_or_else(|_| Err(refuse(Reason::Internal, "the tokenizer failed")))
 }
 
 fn prepare_now(
@@ -162,38 +181,38 @@ impl Generation for Api {
     }
 
     async fn tokenize(&self, request: Request<TokenizeRequest>) -> Result<Response<TokenizeReply>, Status> {
-        let served = self.served(Deadline::of(request.extensions())).await?;
+        let deadline = Deadline::of(request.extensions());
+        let served = self.served(deadline).await?;
         let TokenizeRequest { text, add_special } = request.into_inner();
         let limit = self.gateway.options.max_prompt_bytes;
         if text.len() > limit {
             let line = format!("text must have at most {limit} bytes, given {}", text.len());
             return Err(refuse(Reason::InvalidArgument, line));
         }
-        let encoded = tokio::task::spawn_blocking(move || {
+        let encoded = self.off_reactor(deadline, move || {
             let ids = served.tokenizer()?.encode(&text, add_special);
             ids.map_err(|e| refuse(Reason::InvalidArgument, format!("text: {e}")))
         });
-        let ids = encoded.await.unwrap_or_else(|_| Err(refuse(Reason::Internal, "the tokenizer failed")))?;
-        Ok(Response::new(TokenizeReply { ids }))
+        Ok(Response::new(TokenizeReply { ids: encoded.await? }))
     }
 
     async fn detokenize(
         &self,
         request: Request<DetokenizeRequest>,
     ) -> Result<Response<DetokenizeReply>, Status> {
-        let served = self.served(Deadline::of(request.extensions())).await?;
+        let deadline = Deadline::of(request.extensions());
+        let served = self.served(deadline).await?;
         let DetokenizeRequest { ids, keep_special } = request.into_inner();
         if ids.len() > MAX_DETOKENIZE {
             let line = format!("ids must have at most {MAX_DETOKENIZE} ids, given {}", ids.len());
             return Err(refuse(Reason::InvalidArgument, line));
         }
         check_ids("ids", &ids, served.card.vocab_size)?;
-        let decoded = tokio::task::spawn_blocking(move || {
+        let decoded = self.off_reactor(deadline, move || {
             let text = served.tokenizer()?.decode(&ids, !keep_special);
             text.map_err(|e| refuse(Reason::TokenRange, format!("ids: {e}")))
         });
-        let text = decoded.await.unwrap_or_else(|_| Err(refuse(Reason::Internal, "the tokenizer failed")))?;
-        Ok(Response::new(DetokenizeReply { text }))
+        Ok(Response::new(DetokenizeReply { text: decoded.await? }))
     }
 
     async fn get_model(&self, request: Request<GetModelRequest>) -> Result<Response<Model>, Status> {

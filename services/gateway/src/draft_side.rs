@@ -7,7 +7,7 @@ use eyrie_wire::v1::{DraftOut, FeatureRef, Features, ItemError, Propose, TreeSha
 
 use crate::policy::Ask;
 
-/// References kept for a draft that cannot be asked; older ones are let go and fetched again later.
+/// References kept for a draft that cannot be asked; those let go are fetched again later.
 const MAX_PENDING: usize = 1024;
 /// Longest pause, in rounds, after a draft refused this sequence.
 const MAX_PAUSE: u32 = 64;
@@ -84,8 +84,17 @@ impl DraftSide {
     /// The target published rows.
     pub(crate) fn published(&mut self, refs: Vec<FeatureRef>) {
         self.pending.extend(refs);
-        let excess = self.pending.len().saturating_sub(MAX_PENDING);
-        self.pending.drain(..excess);
+        self.bound();
+    }
+
+    fn bound(&mut self) {
+        if self.fetched {
+            // The draft can use nothing without the first rows that it asked for.
+            self.pending.truncate(MAX_PENDING);
+        } else {
+            let excess = self.pending.len().saturating_sub(MAX_PENDING);
+            self.pending.drain(..excess);
+        }
     }
 
     /// The target's Features message: rows of a prompt chunk, or the answer to a fetch.
@@ -98,9 +107,9 @@ impl DraftSide {
             self.start = self.start.max(first_held);
         }
         self.fetched = true;
-        let later = std::mem::replace(&mut self.pending, refs);
-        self.published(later);
+        self.pending.splice(..0, refs);
         self.pending.sort_by_key(|r| r.first);
+        self.bound();
     }
 
     /// The target answered a fetch with an error. Returns whether one was under way.
@@ -360,6 +369,30 @@ mod tests {
         side.missed(4);
         side.joined();
         assert!(side.ready(), "another stream owes no answer");
+    }
+
+    #[test]
+    fn an_answer_too_long_to_keep_loses_its_end() {
+        let tokens: Vec<u32> = (0..=3001).collect();
+        let mut side = DraftSide::default();
+        side.published(vec![rows(2999, 1)]);
+        let (mut base_len, mut built) = (3000, 4);
+        for round in 3.. {
+            let propose = side.propose(&tokens, round, base_len, Some(Ask::Chain(2)));
+            for part in propose.features.iter().filter(|part| part.first <= built) {
+                built = built.max(part.first + part.rows);
+            }
+            if built == base_len {
+                break;
+            }
+            assert!(round < 8, "{built} of {base_len} rows after {round} rounds");
+            side.overhear(need(round, built), (round, base_len));
+            assert_eq!(side.fetch(), Some(built));
+            let refs = (built..base_len).map(|first| rows(first, 1)).collect();
+            side.features(Features { refs, first_held: built, fetched: true });
+            side.published(vec![rows(base_len, 1)]);
+            base_len = 3001;
+        }
     }
 
     #[test]

@@ -49,6 +49,9 @@ pub(crate) struct Gateway {
     pub(crate) boot_id: u64,
     pub(crate) pool: Arc<Pool>,
     pub(crate) streams: Arc<Semaphore>,
+    /// Texts that are encoded or decoded off the reactor at once. A closure that was handed to the blocking threads runs
+    /// even if its client has left, so whoever waits for a thread waits here.
+    pub(crate) encoders: Arc<Semaphore>,
     pub(crate) stats: Stats,
     pub(crate) drain: Drain,
     requests: AtomicU64,
@@ -58,8 +61,10 @@ impl Gateway {
     pub(crate) fn start(options: GatewayOptions, dialer: Dialer, boot_id: u64, drain: Drain) -> Arc<Self> {
         let pool = Pool::start(&options, &dialer, boot_id, &drain);
         let streams = Arc::new(Semaphore::new(options.max_streams as usize));
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let encoders = Arc::new(Semaphore::new(encoders(cores)));
         let (stats, requests) = (Stats::default(), AtomicU64::new(0));
-        Arc::new(Self { options, boot_id, pool, streams, stats, drain, requests })
+        Arc::new(Self { options, boot_id, pool, streams, encoders, stats, drain, requests })
     }
 
     /// A request id for a client that sent none.
@@ -99,6 +104,12 @@ impl Gateway {
     }
 }
 
+/// One a core, with two of the process's blocking threads (the larger of 8 and the cores) left over: standard input and
+/// name look-ups need them.
+fn encoders(cores: usize) -> usize {
+    cores.min(cores.max(8) - 2)
+}
+
 /// Random bits for ids and seeds.
 pub(crate) fn random() -> Result<u64, getrandom::Error> {
     getrandom::u64()
@@ -135,4 +146,17 @@ pub async fn run(
     drain.stop();
     drain.join(grace).await;
     Ok(served?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::encoders;
+
+    #[test]
+    fn encoding_leaves_two_blocking_threads() {
+        for cores in 1..=64 {
+            let all = encoders(cores);
+            assert!(all >= 1 && all <= cores && all + 2 <= cores.max(8), "{all} of {cores}");
+        }
+    }
 }

@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
 use crate::link::{Route, TargetPeer};
-use crate::pool::{Member, Place, Seat};
+use crate::pool::{Hold, Member, Place, Seat};
 use crate::round::{Commit, Rounds};
 use crate::stats::{Stats, add};
 
@@ -53,10 +53,12 @@ impl Sequence {
     }
 
     /// Sees to a place at a draft that answers: the one it has, or another draft's, which then begins with nothing.
-    /// False if no draft that answers proposes `tokens`.
+    /// False if no draft that answers proposes `tokens`, and while its own is silent only for a moment.
     pub(crate) fn take_seat(&mut self, tokens: u32, stats: &Stats) -> bool {
-        if self.seat.as_ref().is_some_and(|seat| self.member.answers(seat)) {
-            return true;
+        match self.seat.as_ref().map(|seat| self.member.hold(seat)) {
+            Some(Hold::Answers) => return true,
+            Some(Hold::Silent) => return false,
+            Some(Hold::Lost) | None => {}
         }
         let Some(seat) = self.member.seat(tokens) else { return false };
         if self.seat.as_ref().is_some_and(|old| old.draft != seat.draft) {

@@ -224,7 +224,7 @@ impl Session {
         };
         let pause = refusals.pause;
         if !self.waits_out(&status) || Instant::now() + pause >= until {
-            return Err(status);
+            return Err(self.gateway.pool.judged(status, self.generated() > 0));
         }
         let id = &self.request.request_id;
         tracing::info!(id, "no target takes the sequence now: {}", status.message());

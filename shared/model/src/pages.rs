@@ -199,6 +199,16 @@ impl PageAllocator {
         self.cut(&mut table, 0);
     }
 
+    /// Takes back every page of `table`, and forgets those that it alone holds: its rows are not to be trusted.
+    pub fn discard(&mut self, table: SeqTable) {
+        for &page in table.pages.iter().rev() {
+            if self.holders[page as usize] == 1 && self.is_known(page) {
+                self.forget(page);
+            }
+        }
+        self.free(table);
+    }
+
     /// Pages that no table holds: free ones, and idle ones that make room.
     pub fn free_pages(&self) -> usize {
         self.free.len() + self.idle_pages()

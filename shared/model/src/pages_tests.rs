@@ -237,3 +237,21 @@ fn equal_pages_computed_side_by_side_become_one() {
     pages.free(b);
     assert_eq!((pages.free_pages(), pages.idle_pages()), (8, 2));
 }
+
+#[test]
+fn the_pages_of_a_discarded_table_are_known_no_more_unless_others_hold_them() {
+    let mut pages = PageAllocator::new(8, 2).with_prefixes(0, 8);
+    let tokens: Vec<u32> = (0..6).collect();
+    let mut spoilt = SeqTable::default();
+    pages.reserve(&mut spoilt, 6).unwrap();
+    spoilt.commit(6, 2).unwrap();
+    pages.publish(&mut spoilt, &tokens);
+    let shares = pages.lookup(&tokens[..2]);
+    assert_eq!(shares.len(), 2);
+    pages.discard(spoilt);
+    let found = pages.lookup(&tokens);
+    assert_eq!((found.len(), pages.idle_pages(), pages.free_pages()), (2, 0, 7));
+    pages.free(found);
+    pages.discard(shares);
+    assert_eq!((pages.lookup(&tokens).len(), pages.idle_pages(), pages.free_pages()), (0, 0, 8));
+}

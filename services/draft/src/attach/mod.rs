@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use eyrie_checkpoint::{AuxConvention, AuxIds, DraftCheckpoint};
+use eyrie_model::ModelError;
 use eyrie_service::{Drain, Health};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{DescribeRequest, LeaseFrame, LeaseGrant};
@@ -19,6 +20,7 @@ use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
 use self::checks::Mismatch;
+use self::copy::CopyError;
 pub(crate) use self::copy::CopyStore;
 use self::import::ImportError;
 pub(crate) use self::import::Importing;
@@ -30,6 +32,8 @@ const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const LAST_BACKOFF: Duration = Duration::from_secs(1);
 /// A pair that does not match stays so until one side is started anew.
 const REFUSED_RETRY: Duration = Duration::from_secs(2);
+/// A copy that arrived spoilt is not read again at once: it is the whole of the shared weights each time.
+const SPOILT_RETRY: Duration = Duration::from_secs(30);
 /// How long the target may take to answer one call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// `LeaseFrame.holder`.
@@ -61,8 +65,13 @@ enum NoLease {
 }
 
 impl NoLease {
-    fn is_refusal(&self) -> bool {
-        matches!(self, Self::Mismatch(_) | Self::Import(_) | Self::Twice { .. })
+    /// The least pause before the next attempt, where it differs from that of a call that failed.
+    fn pause(&self) -> Option<Duration> {
+        match self {
+            Self::Import(ImportError::Copy(CopyError::Model(ModelError::Grant(_)))) => Some(SPOILT_RETRY),
+            Self::Mismatch(_) | Self::Import(_) | Self::Twice { .. } => Some(REFUSED_RETRY),
+            _ => None,
+        }
     }
 }
 
@@ -118,7 +127,7 @@ impl Attacher {
             if matches!(ended, NoLease::Stopping) {
                 return;
             }
-            let pause = if ended.is_refusal() { REFUSED_RETRY } else { backoff };
+            let pause = ended.pause().unwrap_or(backoff);
             backoff = (backoff * 2).min(LAST_BACKOFF);
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
@@ -143,6 +152,8 @@ impl Attacher {
         let mut grants = timely(client.attach(ReceiverStream::new(outgoing))).await?.into_inner();
         let grant = timely(grants.message()).await?.ok_or(NoLease::NoGrant)?;
         let aux = checks::check(&grant, &card, self.all.checkpoint.config(), self.all.convention)?;
+        // Before the import, which maps and checksums all of the shared weights.
+        self.check_once(grant.epoch)?;
         let (lease, attachment) = self.load(&mut grants, channel, grant, aux).await?;
         self.enter(lease, attachment).await?;
         Ok(LeaseStream { _frames: frames, grants })
@@ -174,12 +185,16 @@ impl Attacher {
         Ok((lease, Box::new(imported.attachment)))
     }
 
+    /// No lease on the target of `epoch` is held under another name.
+    fn check_once(&self, epoch: u64) -> Result<(), NoLease> {
+        self.all.state.address_of(epoch).map_or(Ok(()), |by| Err(NoLease::Twice { epoch, by }))
+    }
+
     async fn enter(&self, lease: Lease, attachment: Box<Attachment>) -> Result<(), NoLease> {
         let Attaching { engine, state, health, .. } = self.all.as_ref();
         let health = health.lock().await;
-        if let Some(by) = state.address_of(lease.epoch) {
-            return Err(NoLease::Twice { epoch: lease.epoch, by });
-        }
+        // Another attacher may have been as far as this one.
+        self.check_once(lease.epoch)?;
         if !engine.send(Command::Attach(attachment)).await {
             return Err(NoLease::EngineGone);
         }

@@ -63,7 +63,8 @@ impl FeatureSource {
 /// at the first gap and at the first slot that was overwritten: what follows cannot be used without the rows before.
 ///
 /// # Errors
-/// A reference that no target of this geometry could have made.
+/// A reference that no target of this geometry could have made, and a row with a value that is no number: slots built
+/// from it would be handed on to every sequence that begins alike.
 pub(super) fn collect(
     refs: &[FeatureRef],
     from: u32,
@@ -97,7 +98,14 @@ pub(super) fn collect(
         }
         next += take;
     }
-    Ok(rows)
+    match rows.iter().position(|value| !value.is_finite()) {
+        None => Ok(rows),
+        Some(at) => {
+            let position = from + (at / source.row_width()) as u32;
+            let what = format!("features of position {position}: values must be finite, given {}", rows[at]);
+            Err(item_error(Reason::InvalidArgument, what))
+        }
+    }
 }
 
 fn inline(
@@ -177,6 +185,18 @@ mod tests {
         assert_eq!(positions(&collect(&[part(bytes.clone())], 8, 9, &reader).unwrap()), [8]);
         let error = collect(&[part(bytes[1..].to_vec())], 7, 9, &reader).unwrap_err();
         assert!(error.message.contains("position 7") && error.message.contains("16 bytes, given 15"));
+    }
+
+    #[test]
+    fn rows_that_are_no_numbers_are_refused_where_they_are_used() {
+        let (mut writer, reader) = ring();
+        let slot = writer.publish(&[1.0, 1.0, 2.0, f32::NEG_INFINITY, 3.0, 3.0]).unwrap();
+        let at = Some(At::Ring(RingSlot { slot: slot.slot, generation: slot.generation }));
+        let part = FeatureRef { first: 7, rows: 3, at };
+        let error = collect(&[part.clone()], 7, 10, &reader).unwrap_err();
+        assert_eq!(error.reason, "INVALID_ARGUMENT");
+        assert_eq!(error.message, "features of position 8: values must be finite, given -inf");
+        assert_eq!(positions(&collect(&[part], 9, 10, &reader).unwrap()), [3]);
     }
 
     #[test]

@@ -118,12 +118,13 @@ impl Tokens {
     }
 
     /// Puts `given` at `from` and forgets what stood behind it. Returns the first position whose known token
-    /// changed. Tokens that neither overlap nor adjoin the known ones replace them.
+    /// changed. Tokens behind a gap are left out, they are given again with those before: slots were built from the known
+    /// ones, which must not go while the slots stay.
     fn splice(&mut self, from: u32, given: &[u32]) -> Option<u32> {
         let changed = self.first_difference(from, given);
-        if self.ids.is_empty() || from > self.end() || from < self.first {
+        if self.ids.is_empty() || from < self.first {
             *self = Self { first: from, ids: given.to_vec() };
-        } else {
+        } else if from <= self.end() {
             self.ids.truncate((from - self.first) as usize);
             self.ids.extend_from_slice(given);
         }
@@ -170,6 +171,16 @@ mod tests {
         assert_eq!(sequence.slot_tokens(1, 5), None);
         assert_eq!(sequence.take_tokens(1, &[11, 12, 13, 14, 15], 5), 1);
         assert_eq!(sequence.slot_tokens(1, 5), Some(&[12, 13, 14, 15][..]));
+    }
+
+    #[test]
+    fn tokens_behind_a_gap_do_not_hide_a_change_before_it() {
+        let mut sequence = Sequence::new(0);
+        sequence.take_tokens(0, &[10, 11, 12, 13], 3);
+        sequence.advance(3, feature());
+        assert_eq!(sequence.take_tokens(6, &[16, 17], 7), 3);
+        assert_eq!(sequence.prefix(4), Some(&[10, 11, 12, 13][..]), "what the slots were built from");
+        assert_eq!(sequence.take_tokens(0, &[10, 11, 99, 13, 14, 15, 16, 17], 7), 1);
     }
 
     #[test]

@@ -70,9 +70,9 @@ impl Store {
         while self.at_rest.len() > self.max_sequences && self.evict() {}
     }
 
-    /// Frees the pages of a sequence that was taken out and whose slots are not to be trusted.
+    /// Frees the pages of a sequence that was taken out and whose slots are not to be trusted: no other starts with them.
     pub(super) fn discard(&mut self, sequence: Sequence) {
-        self.pages.free(sequence.table);
+        self.pages.discard(sequence.table);
     }
 
     /// Ends a sequence that was taken out; others with the same tokens can start with its slots.

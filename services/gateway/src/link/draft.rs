@@ -93,9 +93,6 @@ impl Peer for DraftPeer {
         let mut client = DraftClient::new(channel)
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(MAX_MESSAGE);
-        let described = in_time("describe the draft", client.describe(DescribeDraftRequest {}));
-        let card = described.await?.into_inner();
-        let lease = lease_of(&card, epoch, fingerprint)?;
         let (frames, outgoing) = mpsc::channel(FRAMES);
         let first = DraftFrame { hello: Some(hello(self.boot_id, epoch, fingerprint)), items: Vec::new() };
         // The channel is empty: the first frame always fits.
@@ -104,6 +101,10 @@ impl Peer for DraftPeer {
         let mut replies = in_time("open rounds at the draft", rounds).await?.into_inner();
         let greeting = in_time("the draft's hello", replies.message()).await?;
         check_hello(Self::NAME, greeting.and_then(|reply| reply.hello), epoch)?;
+        // Only now: the draft measures its memory for it, and one that is attached to other targets refuses the hello.
+        let described = in_time("describe the draft", client.describe(DescribeDraftRequest {}));
+        let card = described.await?.into_inner();
+        let lease = lease_of(&card, epoch, fingerprint)?;
         Ok(Connection { frames, replies, ready: DraftReady { card: Arc::new(card), lease: Arc::new(lease) } })
     }
 

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use eyrie_service::Drain;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
+use tokio::time::Instant;
 
 pub(crate) use draft::DraftPeer;
 pub(crate) use peer::Peer;
@@ -37,8 +38,8 @@ const RECENT_CLOSES: usize = 4096;
 pub(crate) enum State<R> {
     /// No stream, and why.
     Down(Arc<str>),
-    /// A stream that missed a deadline and has said nothing since.
-    Suspect(R),
+    /// A stream that missed a deadline at that time and has said nothing since.
+    Suspect(R, Instant),
     /// A stream that answers.
     Up(R),
     /// A stream that answers, of a peer that lets its sequences end and takes no new one.
@@ -50,14 +51,14 @@ impl<R> State<R> {
     pub(crate) fn up(&self) -> Option<&R> {
         match self {
             Self::Up(ready) => Some(ready),
-            Self::Down(_) | Self::Suspect(_) | Self::Draining(_) => None,
+            Self::Down(_) | Self::Suspect(..) | Self::Draining(_) => None,
         }
     }
 
     /// What the peer said of itself, while there is a stream.
     pub(crate) fn connected(&self) -> Option<&R> {
         match self {
-            Self::Up(ready) | Self::Suspect(ready) | Self::Draining(ready) => Some(ready),
+            Self::Up(ready) | Self::Suspect(ready, _) | Self::Draining(ready) => Some(ready),
             Self::Down(_) => None,
         }
     }
@@ -164,17 +165,17 @@ impl<P: Peer> Link<P> {
                     peer = self.shared.name,
                     "missed its deadline: not asked again until it answers"
                 );
-                *state = State::Suspect(ready.clone());
+                *state = State::Suspect(ready.clone(), Instant::now());
                 true
             }
-            State::Suspect(_) | State::Draining(_) | State::Down(_) => false,
+            State::Suspect(..) | State::Draining(_) | State::Down(_) => false,
         });
     }
 
     /// Marks a peer that drains, which it does until its stream ends.
     pub(crate) fn draining(&self) {
         self.shared.state.modify(|state| match state {
-            State::Up(ready) | State::Suspect(ready) => {
+            State::Up(ready) | State::Suspect(ready, _) => {
                 tracing::info!(peer = self.shared.name, "drains: no new sequences");
                 *state = State::Draining(ready.clone());
                 true

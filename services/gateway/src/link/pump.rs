@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use eyrie_service::Drain;
+use eyrie_wire::{Reason, reason_of};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tonic::Streaming;
@@ -13,6 +14,8 @@ use super::{CLOSES, RECENT_CLOSES, Shared, State};
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
+/// For a draft that is not attached to the target, which may never be.
+const BACKOFF_APART: Duration = Duration::from_secs(4);
 /// A frame is closed at this size (bytes, estimated), far below the largest message.
 const FRAME_BYTES: usize = 4 << 20;
 /// Items of a frame at most: the target refuses longer frames.
@@ -43,12 +46,18 @@ async fn keep_connected<P: Peer>(shared: &Shared<P>, peer: &P, items: &mut mpsc:
             connected = peer.connect() => connected,
             () = discard(items) => return,
         };
+        let mut last = BACKOFF_LAST;
         let why = match connected {
             Ok(connection) => {
                 backoff = BACKOFF_FIRST;
                 serve(shared, peer, items, connection).await
             }
-            Err(status) => status.message().to_owned(),
+            Err(status) => {
+                if reason_of(&status).as_deref() == Some(Reason::StaleEpoch.as_str()) {
+                    last = BACKOFF_APART;
+                }
+                status.message().to_owned()
+            }
         };
         shared.down(&why);
         tokio::select! {
@@ -56,7 +65,7 @@ async fn keep_connected<P: Peer>(shared: &Shared<P>, peer: &P, items: &mut mpsc:
             () = tokio::time::sleep(backoff) => {}
             () = discard(items) => return,
         }
-        backoff = (backoff * 2).min(BACKOFF_LAST);
+        backoff = (backoff * 2).min(last);
     }
 }
 
@@ -115,7 +124,7 @@ async fn write<P: Peer>(
 /// because its session ended first, and then no answer would ever clear the suspicion. Once is enough: the stream
 /// loses nothing, and a peer that was stopped answers as soon as it goes on.
 async fn silent<P: Peer>(shared: &Shared<P>, frames: &mpsc::Sender<P::Frame>) -> String {
-    let is_suspect = |state: &State<P::Ready>| matches!(state, State::Suspect(_));
+    let is_suspect = |state: &State<P::Ready>| matches!(state, State::Suspect(..));
     loop {
         shared.state.wait_for(|state| is_suspect(state).then_some(())).await;
         let answer = async {
@@ -170,7 +179,7 @@ impl<P: Peer> Shared<P> {
 
     fn deliver(&self, reply: P::Reply) {
         self.state.modify(|state| match state {
-            State::Suspect(ready) => {
+            State::Suspect(ready, _) => {
                 tracing::info!(peer = self.name, "answers again");
                 *state = State::Up(ready.clone());
                 true

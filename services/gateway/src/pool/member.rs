@@ -12,10 +12,14 @@ use parking_lot::Mutex;
 use tokio::time::{sleep, timeout};
 use tonic::Status;
 
-use crate::link::{DraftPeer, Link, Route, TargetPeer, TargetReady, load_of, target_load};
+use crate::link::{DraftPeer, Link, Route, State, TargetPeer, TargetReady, load_of, target_load};
 
 /// How often a target is asked how busy it is.
 const LOAD_PERIOD: Duration = Duration::from_secs(1);
+
+/// How long a draft may stay silent after a missed deadline before its sequences leave it: elsewhere all of them would be
+/// built anew at once.
+const DRAFT_PATIENCE: Duration = Duration::from_secs(1);
 
 /// One target and a link to every draft for its sequences.
 #[derive(Debug)]
@@ -46,19 +50,39 @@ pub(crate) struct Seat {
     pub(crate) limit: u32,
 }
 
+/// What is to be had of the draft of a seat.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Hold {
+    Answers,
+    /// It missed a deadline a moment ago, and still has the sequence.
+    Silent,
+    Lost,
+}
+
+impl Hold {
+    fn of<R>(draft: &State<R>) -> Self {
+        match draft {
+            State::Up(_) => Self::Answers,
+            State::Suspect(_, since) if since.elapsed() < DRAFT_PATIENCE => Self::Silent,
+            State::Suspect(..) | State::Draining(_) | State::Down(_) => Self::Lost,
+        }
+    }
+}
+
 impl Member {
+    /// Starts the links, each under a `boot_id` of its own.
     pub(crate) fn spawn(
         dialer: Dialer,
         target: TargetPeer,
         drafts: &[Address],
-        boot_id: u64,
+        mut boot_id: impl FnMut() -> u64,
         drain: &Drain,
     ) -> Self {
         let address = target.address().clone();
         let link = Link::spawn(target, drain);
         let pair = |draft: &Address| {
             let (dialer, target) = (dialer.clone(), address.clone());
-            let peer = DraftPeer::new(dialer, draft.clone(), boot_id, target, link.watched());
+            let peer = DraftPeer::new(dialer, draft.clone(), boot_id(), target, link.watched());
             Pair { address: draft.clone(), link: Link::spawn(peer, drain) }
         };
         let drafts = drafts.iter().map(pair).collect();
@@ -130,9 +154,12 @@ impl Member {
         Some(Seat { draft, route, limit })
     }
 
-    /// Whether the draft of this seat answers.
-    pub(crate) fn answers(&self, seat: &Seat) -> bool {
-        !seat.route.is_broken() && self.drafts.get(seat.draft).is_some_and(|pair| pair.link.is_up())
+    /// What is to be had of the draft of this seat.
+    pub(crate) fn hold(&self, seat: &Seat) -> Hold {
+        let Some(pair) = self.drafts.get(seat.draft).filter(|_| !seat.route.is_broken()) else {
+            return Hold::Lost;
+        };
+        Hold::of(&pair.link.state())
     }
 
     /// Marks the draft of this seat, which missed a deadline.
@@ -152,5 +179,22 @@ impl Pair {
             0 => u32::MAX,
             limit => limit,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn a_draft_is_left_when_it_stays_silent_and_not_for_one_missed_deadline() {
+        let (now, minute) = (Instant::now(), Duration::from_secs(60));
+        assert_eq!(Hold::of(&State::Up(())), Hold::Answers);
+        // A time to come has passed for no time at all, however slow this test is.
+        assert_eq!(Hold::of(&State::Suspect((), now + minute)), Hold::Silent);
+        assert_eq!(Hold::of(&State::Suspect((), now - DRAFT_PATIENCE)), Hold::Lost);
+        assert_eq!(Hold::of(&State::<()>::Down("gone".into())), Hold::Lost);
     }
 }

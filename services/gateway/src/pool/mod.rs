@@ -7,7 +7,7 @@ mod report;
 use std::sync::Arc;
 
 use eyrie_service::Drain;
-use eyrie_wire::{Dialer, Reason, refuse};
+use eyrie_wire::{Dialer, Reason, reason_of, refuse};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
@@ -16,7 +16,7 @@ use crate::catalog::Served;
 use crate::link::{Route, State, TargetPeer, TargetReady, Watched};
 use crate::options::GatewayOptions;
 
-pub(crate) use member::{Member, Seat};
+pub(crate) use member::{Hold, Member, Seat};
 
 /// All targets and drafts.
 #[derive(Debug)]
@@ -52,6 +52,17 @@ fn same_model(a: &Served, b: &Served) -> bool {
     a.card.fingerprint == b.card.fingerprint
 }
 
+/// The boot id that a link gives itself out for. Each counts its own sequences, and two of them may lead to one peer
+/// by different names: under one id they would take each other's streams away and mix their sequences up.
+fn link_id(boot_id: u64, link: u64) -> u64 {
+    // splitmix64: its finaliser is a bijection, so the links of a gateway differ.
+    let mut id = boot_id.wrapping_add((link + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    // Peers take 0 for a missing id.
+    (id ^ (id >> 31)).max(1)
+}
+
 impl View {
     /// Whether a request would find a target.
     pub(crate) fn is_open(&self) -> bool {
@@ -82,9 +93,11 @@ impl Pool {
     /// Starts every link on `drain`.
     pub(crate) fn start(options: &GatewayOptions, dialer: &Dialer, boot_id: u64, drain: &Drain) -> Arc<Self> {
         let files = Arc::default();
+        let mut links = (0..).map(|link| link_id(boot_id, link));
         let member = |target: &eyrie_wire::Address| {
-            let peer = TargetPeer::new(dialer.clone(), target.clone(), boot_id, Arc::clone(&files));
-            Arc::new(Member::spawn(dialer.clone(), peer, &options.drafts, boot_id, drain))
+            let mut id = || links.next().unwrap_or(boot_id);
+            let peer = TargetPeer::new(dialer.clone(), target.clone(), id(), Arc::clone(&files));
+            Arc::new(Member::spawn(dialer.clone(), peer, &options.drafts, id, drain))
         };
         let members: Vec<_> = options.targets.iter().map(member).collect();
         let view = View { last: vec![None; members.len()], ..View::default() };
@@ -172,12 +185,26 @@ impl Pool {
         })
     }
 
+    /// What a client is told of a `refusal`: that its sequence is too long is its own fault only where no target took
+    /// it before (it has not `begun`) and none that might is away.
+    pub(crate) fn judged(&self, refusal: Status, begun: bool) -> Status {
+        let is_complete = || self.members.iter().all(|member| member.link.is_up());
+        let too_long = [Reason::Context, Reason::KvCapacity];
+        let given = reason_of(&refusal);
+        if !too_long.iter().any(|reason| given.as_deref() == Some(reason.as_str())) || !begun && is_complete()
+        {
+            return refusal;
+        }
+        let line = format!("{}; {}", refusal.message(), self.unavailable().message());
+        refuse(Reason::Unreachable, line)
+    }
+
     /// UNAVAILABLE, with a line on every target and a hint of when to try again.
     pub(crate) fn unavailable(&self) -> Status {
         let why = |member: &Arc<Member>| {
             let why = match member.link.state() {
                 State::Down(why) => why.to_string(),
-                State::Suspect(_) => "it is connected but computes nothing".to_owned(),
+                State::Suspect(..) => "it is connected but computes nothing".to_owned(),
                 State::Draining(_) => "it drains".to_owned(),
                 State::Up(ready) => format!("it serves model {}", ready.served.card.fingerprint),
             };

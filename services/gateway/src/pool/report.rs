@@ -19,13 +19,13 @@ impl Pool {
             self.serving().into_iter().flat_map(|member| &member.drafts).map(|pair| pair.link.state());
         let best = states.min_by_key(|state| match state {
             State::Up(_) => 0,
-            State::Suspect(_) | State::Draining(_) => 1,
+            State::Suspect(..) | State::Draining(_) => 1,
             State::Down(_) => 2,
         });
         match best {
             None => model.not_speculating_because = "no draft is configured".to_owned(),
             Some(State::Down(why)) => model.not_speculating_because = why.to_string(),
-            Some(State::Suspect(ready) | State::Draining(ready)) => {
+            Some(State::Suspect(ready, _) | State::Draining(ready)) => {
                 model.draft_name = ready.card.name.clone();
                 model.not_speculating_because =
                     "the draft missed its deadline and is silent since".to_owned();
@@ -90,7 +90,7 @@ fn stand<R>(state: &State<R>) -> (peer::State, String) {
     match state {
         State::Up(_) => (peer::State::Up, String::new()),
         State::Down(why) => (peer::State::Down, why.to_string()),
-        State::Suspect(_) => (peer::State::Suspect, "silent since it missed a deadline".to_owned()),
+        State::Suspect(..) => (peer::State::Suspect, "silent since it missed a deadline".to_owned()),
         State::Draining(_) => (peer::State::Draining, "it lets its sequences end".to_owned()),
     }
 }

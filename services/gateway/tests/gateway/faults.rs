@@ -257,7 +257,7 @@ async fn a_broken_target_stream_is_made_again_and_the_old_sequence_closed() {
     let boots: Vec<_> =
         target.events().all().into_iter().filter(|s| matches!(s, Seen::Stream { .. })).collect();
     assert_eq!(boots.len(), 2);
-    assert_eq!(boots[0], boots[1], "the boot id names the gateway, not the stream");
+    assert_eq!(boots[0], boots[1], "the boot id names the link, not the stream");
 }
 
 #[tokio::test]

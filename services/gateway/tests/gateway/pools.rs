@@ -136,6 +136,45 @@ async fn what_one_target_refuses_another_takes() {
 }
 
 #[tokio::test]
+async fn too_long_is_the_clients_fault_only_where_no_target_could_take_it() {
+    let (world, a, b) = two_targets(|_| {}).await;
+    a.refuse_open(Reason::KvCapacity, "too small");
+    b.refuse_open(Reason::Context, "too small");
+    let told = |status: &tonic::Status| (status.code(), status.message().contains("too small"));
+    let status = world.generate(ids(&PROMPT, 20)).await.unwrap_err();
+    assert_eq!(told(&status), (Code::InvalidArgument, true));
+    // The other one might take it, and is away.
+    b.stop().await;
+    world.until_peers(1, Role::Target, State::Up).await;
+    a.refuse_open(Reason::KvCapacity, "too small");
+    let status = world.generate(ids(&PROMPT, 20)).await.unwrap_err();
+    assert_eq!(told(&status), (Code::Unavailable, true), "{status:?}");
+    let status = world.generate(ids(&[11; CONTEXT as usize], 2)).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable, "{status:?}");
+}
+
+#[tokio::test]
+async fn one_target_by_two_names_serves_as_two() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = FakeTarget::start(&socket(&dir, "a"), 1).await;
+    std::os::unix::fs::symlink(dir.path().join("a.sock"), dir.path().join("b.sock")).unwrap();
+    let world = world(dir, &["a", "b"], &[], |_| {}).await;
+    world.until_peers(2, Role::Target, State::Up).await;
+    target.hold();
+    let mut streams = Vec::new();
+    for count in 1..=4 {
+        streams.push(world.stream(ids(&PROMPT, 40)).await);
+        target.events().wait(count, open).await;
+    }
+    target.allow(1000);
+    for stream in streams {
+        assert_eq!(whole(stream, Vec::new()).await, plain(&PROMPT, 5, 40));
+    }
+    assert_eq!(opens(&target), 4, "no stream took the place of the other");
+    assert_eq!(target.events().count(|seen| matches!(seen, Seen::Stream { .. })), 2);
+}
+
+#[tokio::test]
 async fn a_target_that_dies_hands_its_sequences_to_another() {
     let (world, a, b) = two_targets(|_| {}).await;
     a.hold();
@@ -210,6 +249,10 @@ async fn a_draft_that_dies_or_falls_silent_is_replaced_within_the_request() {
             }
             false => {
                 c.set(Mood::Frozen);
+                target.allow(1);
+                world.until_peers(1, Role::Draft, State::Suspect).await;
+                // As long as a sequence stays with a draft that is silent.
+                tokio::time::sleep(Duration::from_secs(1)).await;
                 Some(c)
             }
         };

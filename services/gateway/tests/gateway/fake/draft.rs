@@ -239,6 +239,11 @@ impl Draft for Service {
                     frame = frames.message() => frame,
                 };
                 let Ok(Some(frame)) = frame else { break };
+                if let Some(hello) = frame.hello.as_ref().filter(|hello| hello.epoch != inner.epoch) {
+                    let line = format!("attached to epoch {:x}, given {:x}", inner.epoch, hello.epoch);
+                    let _ = replies.send(Err(refuse(Reason::StaleEpoch, line))).await;
+                    break;
+                }
                 let hello = frame.hello.map(|hello| {
                     inner.streams.push(hello.boot_id);
                     Hello { epoch: inner.epoch, ..hello }

@@ -10,7 +10,7 @@ use eyrie_wire::v1::target_server::{Target, TargetServer};
 use eyrie_wire::v1::{feature_ref::At, *};
 use eyrie_wire::{Address, PROTOCOL_VERSION, Reason, item_error, refuse};
 use parking_lot::Mutex;
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
@@ -51,6 +51,8 @@ struct Inner {
     lie_in_round: AtomicU32,
     cached: AtomicU32,
     fingerprint: Mutex<String>,
+    /// The stream of each boot id, which a newer one ends.
+    streams: Mutex<HashMap<u64, oneshot::Sender<()>>>,
 }
 
 /// A running fake target.
@@ -75,6 +77,7 @@ impl FakeTarget {
             lie_in_round: AtomicU32::new(u32::MAX),
             cached: AtomicU32::new(0),
             fingerprint: Mutex::new("f00d".to_owned()),
+            streams: Mutex::default(),
         });
         let service = TargetServer::new(Service(Arc::clone(&inner)));
         let drain = serve(address, Routes::new(service)).await;
@@ -373,17 +376,23 @@ impl Target for Service {
             let mut engine = Engine::default();
             let mut wedged = inner.wedged.subscribe();
             let mut greeted = false;
+            let (current, mut replaced) = oneshot::channel();
+            let mut current = Some(current);
             loop {
                 let stuck = greeted && *wedged.borrow_and_update();
                 let outs = tokio::select! {
                     biased;
                     _ = kicked.changed() => break,
+                    _ = &mut replaced => break,
                     _ = wedged.changed() => continue,
                     frame = frames.message(), if !stuck => {
                         let Ok(Some(frame)) = frame else { break };
                         if let Some(hello) = frame.hello {
                             greeted = true;
                             inner.events.push(Seen::Stream { boot_id: hello.boot_id });
+                            if let Some(current) = current.take() {
+                                inner.streams.lock().insert(hello.boot_id, current);
+                            }
                             let hello = Some(Hello { epoch: inner.epoch, ..hello });
                             let _ = replies.send(Ok(TargetReply { hello, outs: vec![] })).await;
                         }
