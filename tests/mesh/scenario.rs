@@ -121,6 +121,8 @@ impl Scenario {
             // A deadline that passes while no target is there.
             Code::Unavailable if ask.deadline.is_some() => self.kind != Kind::Calm,
             Code::Unavailable | Code::ResourceExhausted => matches!(self.kind, Kind::Storm | Kind::Hostile),
+            // An error says of no item that it answers it: that of a fetch which came twice may be taken for a round's.
+            Code::InvalidArgument => self.weather.doubling > 0 || self.weather.swapping > 0,
             // What comes twice is taken once; what comes in another order may contradict.
             Code::Internal => self.weather.swapping > 0,
             _ => false,
