@@ -153,7 +153,9 @@ impl Attacher {
         let grant = timely(grants.message()).await?.ok_or(NoLease::NoGrant)?;
         let aux = checks::check(&grant, &card, self.all.checkpoint.config(), self.all.convention)?;
         // Before the import, which maps and checksums all of the shared weights.
-        self.check_once(grant.epoch)?;
+        if let Some(twice) = self.held_twice(grant.epoch) {
+            return Err(twice);
+        }
         let (lease, attachment) = self.load(&mut grants, channel, grant, aux).await?;
         self.enter(lease, attachment).await?;
         Ok(LeaseStream { _frames: frames, grants })
@@ -185,16 +187,18 @@ impl Attacher {
         Ok((lease, Box::new(imported.attachment)))
     }
 
-    /// No lease on the target of `epoch` is held under another name.
-    fn check_once(&self, epoch: u64) -> Result<(), NoLease> {
-        self.all.state.address_of(epoch).map_or(Ok(()), |by| Err(NoLease::Twice { epoch, by }))
+    /// Why not, where a lease on the target of `epoch` is held under another name.
+    fn held_twice(&self, epoch: u64) -> Option<NoLease> {
+        self.all.state.address_of(epoch).map(|by| NoLease::Twice { epoch, by })
     }
 
     async fn enter(&self, lease: Lease, attachment: Box<Attachment>) -> Result<(), NoLease> {
         let Attaching { engine, state, health, .. } = self.all.as_ref();
         let health = health.lock().await;
         // Another attacher may have been as far as this one.
-        self.check_once(lease.epoch)?;
+        if let Some(twice) = self.held_twice(lease.epoch) {
+            return Err(twice);
+        }
         if !engine.send(Command::Attach(attachment)).await {
             return Err(NoLease::EngineGone);
         }
