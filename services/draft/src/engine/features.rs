@@ -192,11 +192,11 @@ mod tests {
         let (mut writer, reader) = ring();
         let slot = writer.publish(&[1.0, 1.0, 2.0, f32::NEG_INFINITY, 3.0, 3.0]).unwrap();
         let at = Some(At::Ring(RingSlot { slot: slot.slot, generation: slot.generation }));
-        let part = FeatureRef { first: 7, rows: 3, at };
-        let error = collect(&[part.clone()], 7, 10, &reader).unwrap_err();
+        let parts = [FeatureRef { first: 7, rows: 3, at }];
+        let error = collect(&parts, 7, 10, &reader).unwrap_err();
         assert_eq!(error.reason, "INVALID_ARGUMENT");
         assert_eq!(error.message, "features of position 8: values must be finite, given -inf");
-        assert_eq!(positions(&collect(&[part], 9, 10, &reader).unwrap()), [3]);
+        assert_eq!(positions(&collect(&parts, 9, 10, &reader).unwrap()), [3]);
     }
 
     #[test]
