@@ -3,8 +3,8 @@
 
 use crate::EYRIE;
 use eyrie_tests::{Asked, Outcome, Signal, Trio, ask, client, collect, goldens, speculating};
-use eyrie_wire::reason_of;
-use tonic::Code;
+use eyrie_wire::{reason_of, retry_after};
+use tonic::{Code, Status};
 
 const TOKENS: u32 = 400;
 
@@ -118,6 +118,12 @@ async fn sequences_of_a_killed_gateway_are_freed() {
     assert_eq!(outcome.unwrap().ids, golden.greedy_ids);
 }
 
+/// One clear status that tells when to try again.
+fn assert_passing(status: &Status, code: Code, reason: &str) {
+    assert_eq!((status.code(), reason_of(status).as_deref()), (code, Some(reason)), "{status:?}");
+    assert!(retry_after(status).is_some(), "{status:?}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_target_that_stays_away_is_one_clear_status_and_every_place_is_free_again() {
     let mut trio = Trio::new(EYRIE);
@@ -133,14 +139,13 @@ async fn a_target_that_stays_away_is_one_clear_status_and_every_place_is_free_ag
         running.spawn(async move { collect(stream, |_| {}).await });
     }
     let refused = mixed()[0].run(&mut client(&endpoint).await).await.unwrap_err();
-    assert_eq!((refused.code(), reason_of(&refused).as_deref()), (Code::ResourceExhausted, Some("BUSY")));
+    assert_passing(&refused, Code::ResourceExhausted, "BUSY");
     trio.kill("target");
     for outcome in running.join_all().await {
-        let status = outcome.unwrap_err();
-        assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::Unavailable, Some("UNREACHABLE")));
+        assert_passing(&outcome.unwrap_err(), Code::Unavailable, "UNREACHABLE");
     }
     let absent = mixed()[0].run(&mut client(&endpoint).await).await.unwrap_err();
-    assert_eq!((absent.code(), reason_of(&absent).as_deref()), (Code::Unavailable, Some("UNREACHABLE")));
+    assert_passing(&absent, Code::Unavailable, "UNREACHABLE");
 
     trio.start_target("target", &[]);
     speculating(&endpoint).await;
