@@ -10,8 +10,9 @@ use crate::{mini, mini_eagle3};
 #[derive(Debug)]
 pub struct Trio {
     eyrie: &'static str,
-    folder: tempfile::TempDir,
     services: Vec<(&'static str, Service)>,
+    // Dropped last: the services' logs lie in it.
+    folder: tempfile::TempDir,
 }
 
 impl Trio {
