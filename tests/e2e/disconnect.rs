@@ -5,10 +5,8 @@ use std::time::Duration;
 
 use crate::EYRIE;
 use eyrie_tests::{Asked, Outcome, Signal, TargetProxy, Trio, ask, client, collect, goldens, load, until};
-use eyrie_wire::v1::target_client::TargetClient;
-use eyrie_wire::v1::target_item::Op;
-use eyrie_wire::v1::{Close, GenerateChunk, Hello, Limits, Open, Sampling, TargetFrame, TargetItem};
-use eyrie_wire::{PROTOCOL_VERSION, reason_of};
+use eyrie_wire::reason_of;
+use eyrie_wire::v1::GenerateChunk;
 use tonic::{Code, Request, Status, Streaming};
 
 /// Long enough for a request to get anywhere on a busy machine; the target is stopped until it is over.
@@ -38,9 +36,9 @@ async fn read(stream: &mut Streaming<GenerateChunk>, tokens: usize) {
     }
 }
 
-async fn in_time(trio: &Trio, asked: Asked) -> Result<Outcome, Status> {
+async fn in_time(trio: &Trio, asked: Asked, timeout: Duration) -> Result<Outcome, Status> {
     let mut request = Request::new(asked.0);
-    request.set_timeout(TIMEOUT);
+    request.set_timeout(timeout);
     collect(client(&trio.at("gateway")).await.generate_stream(request).await?.into_inner(), |_| {}).await
 }
 
@@ -54,46 +52,27 @@ fn long_prompt() -> Vec<u32> {
     (0..3900).map(|n| 100 + n * 7 % 3000).collect()
 }
 
-/// Speaks of sequence 1 of a caller who is not the gateway.
-async fn tell(trio: &Trio, op: Op) {
-    let channel = eyrie_wire::connect(&trio.at("target").parse().unwrap()).await.unwrap();
-    let hello = Hello { protocol_version: PROTOCOL_VERSION, boot_id: 99, ..Default::default() };
-    let frame = TargetFrame { hello: Some(hello), items: vec![TargetItem { seq: 1, op: Some(op) }] };
-    TargetClient::new(channel).round(frame).await.unwrap();
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn in_the_queue() {
-    let trio = Trio::start(EYRIE, &["--max-sequences", "1"]);
-    trio.speculating().await;
-    tell(
-        &trio,
-        Op::Open(Open {
-            tokens: vec![5, 6, 7],
-            sampling: Some(Sampling { top_p: 1.0, ..Default::default() }),
-            limits: Some(Limits { max_tokens: 8, ..Default::default() }),
-            ..Default::default()
-        }),
-    )
-    .await;
+    let (trio, proxy) = proxied(&["--max-sequences", "1"]).await;
     let target = trio.at("target");
+    let mut holder = begin(&trio, ask(&goldens()[0].prompt_ids, LONG)).await;
+    read(&mut holder, 1).await;
     let waiting = async |wanted: u32| {
         let what = format!("{wanted} sequences to wait");
         until(&what, async || load(&target).await.ok().filter(|load| load.waiting == wanted)).await
     };
-    let before = waiting(0).await;
-    let prompt = &goldens()[0].prompt_ids;
-    for asked in [ask(prompt, LONG), ask(prompt, LONG).chain(3)] {
-        let stream = begin(&trio, asked.clone()).await;
-        waiting(1).await;
-        drop(stream);
-        waiting(0).await;
-        let (outcome, _) = tokio::join!(in_time(&trio, asked), waiting(1));
-        assert_overdue(outcome);
-        let after = waiting(0).await;
-        assert_eq!((after.rows, after.running), (before.rows, 1), "nothing was computed");
-    }
-    tell(&trio, Op::Close(Close {})).await;
+    // Every part that is computed of a prompt whose features are wanted is told.
+    let asked = ask(&long_prompt(), 64).auto();
+    let stream = begin(&trio, asked.clone()).await;
+    waiting(1).await;
+    drop(stream);
+    waiting(0).await;
+    assert_overdue(in_time(&trio, asked, Duration::from_millis(500)).await);
+    let after = waiting(0).await;
+    assert_eq!(after.running, 1, "the place is still held");
+    assert_eq!(proxy.passed(|_| true).await.chunks, 0, "nothing was computed");
+    drop(holder);
     let golden = &goldens()[1];
     let outcome = ask(&golden.prompt_ids, 96).chain(3).run(&mut client(&trio.at("gateway")).await).await;
     assert_eq!(outcome.unwrap().ids, golden.greedy_ids);
@@ -124,7 +103,7 @@ async fn in_prefill() {
         target.passed(|now| now.chunks > passed.chunks).await;
         trio.signal("target", Signal::STOP);
     };
-    let (outcome, ()) = tokio::join!(in_time(&trio, asked), stop);
+    let (outcome, ()) = tokio::join!(in_time(&trio, asked, TIMEOUT), stop);
     assert_overdue(outcome);
     trio.signal("target", Signal::CONT);
     is_partial().await;
@@ -157,7 +136,7 @@ async fn in_decode() {
             target.passed(|passed| passed.commits > commits + 20).await;
             trio.signal("target", Signal::STOP);
         };
-        let (outcome, ()) = tokio::join!(in_time(&trio, asked), stop);
+        let (outcome, ()) = tokio::join!(in_time(&trio, asked, TIMEOUT), stop);
         assert_overdue(outcome);
         trio.signal("target", Signal::CONT);
         trio.at_rest().await;
