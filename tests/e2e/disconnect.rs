@@ -1,7 +1,7 @@
 //! P3 and A11: clients that leave or run out of time, while they queue, in prefill and in decode, are computed for no
 //! longer and leave nothing behind.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::EYRIE;
 use eyrie_tests::{Asked, Outcome, Signal, TargetProxy, Trio, ask, client, collect, goldens, load, until};
@@ -9,7 +9,7 @@ use eyrie_wire::reason_of;
 use eyrie_wire::v1::GenerateChunk;
 use tonic::{Code, Request, Status, Streaming};
 
-/// Long enough for a request to get anywhere on a busy machine; the target is stopped until it is over.
+/// Long enough for a request to get anywhere on a busy machine; nothing is computed until it is over.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const LONG: u32 = 3000;
 
@@ -36,7 +36,7 @@ async fn read(stream: &mut Streaming<GenerateChunk>, tokens: usize) {
     }
 }
 
-async fn in_time(trio: &Trio, asked: Asked, timeout: Duration) -> Result<Outcome, Status> {
+async fn within(timeout: Duration, trio: &Trio, asked: Asked) -> Result<Outcome, Status> {
     let mut request = Request::new(asked.0);
     request.set_timeout(timeout);
     collect(client(&trio.at("gateway")).await.generate_stream(request).await?.into_inner(), |_| {}).await
@@ -45,6 +45,16 @@ async fn in_time(trio: &Trio, asked: Asked, timeout: Duration) -> Result<Outcome
 fn assert_overdue(outcome: Result<Outcome, Status>) {
     let status = outcome.expect_err("the deadline passes");
     assert_eq!((status.code(), reason_of(&status).as_deref()), (Code::DeadlineExceeded, Some("DEADLINE")));
+}
+
+/// Waits until `closes` sequences have been closed and all is at rest, and looks at what was computed meanwhile: the step
+/// under way when the news left, and one that may have begun before it came.
+async fn stops(trio: &Trio, target: &TargetProxy, closes: u32) {
+    target.passed(|passed| passed.closes == closes).await;
+    let before = load(&trio.at("target")).await.unwrap();
+    trio.at_rest().await;
+    let after = load(&trio.at("target")).await.unwrap();
+    assert!(after.steps - before.steps <= 2, "{before:?}, then {after:?}");
 }
 
 /// As many prompt tokens as the context has room for beside some to generate.
@@ -68,7 +78,7 @@ async fn in_the_queue() {
     waiting(1).await;
     drop(stream);
     waiting(0).await;
-    assert_overdue(in_time(&trio, asked, Duration::from_millis(500)).await);
+    assert_overdue(within(Duration::from_millis(500), &trio, asked).await);
     let after = waiting(0).await;
     assert_eq!(after.running, 1, "the place is still held");
     assert_eq!(proxy.passed(|_| true).await.chunks, 0, "nothing was computed");
@@ -81,32 +91,38 @@ async fn in_the_queue() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn in_prefill() {
-    let (trio, target) = proxied(&["--prefill-chunk", "256"]).await;
+    let (trio, target) = proxied(&["--prefill-chunk", "256", "--prefix-cache-bytes", "0"]).await;
+    let began = Instant::now();
+    ask(&long_prompt(), 1).run(&mut client(&trio.at("gateway")).await).await.unwrap();
+    let whole = began.elapsed();
+    let passed = target.passed(|passed| passed.closes == 1).await;
+
     let asked = ask(&long_prompt(), 64).auto();
     let mut computed = load(&trio.at("target")).await.unwrap().rows;
-    let mut is_partial = async || {
-        trio.at_rest().await;
+    let mut is_partial = async |closes| {
+        stops(&trio, &target, closes).await;
         let rows = load(&trio.at("target")).await.unwrap().rows;
         let prefilled = rows - std::mem::replace(&mut computed, rows);
         assert!((1..long_prompt().len() as u64).contains(&prefilled), "{prefilled} rows");
     };
 
     let stream = begin(&trio, asked.clone()).await;
-    target.passed(|passed| passed.chunks >= 2).await;
+    target.passed(|now| now.chunks >= passed.chunks + 2).await;
     drop(stream);
-    is_partial().await;
-    let passed = target.passed(|passed| passed.closes == 1).await;
-    // The step under way when the news left, and one that may have begun before it came.
-    assert!(passed.after_close <= 2, "{passed:?}");
+    is_partial(2).await;
 
+    assert_overdue(within(whole / 3, &trio, asked.clone()).await);
+    is_partial(3).await;
+
+    let passed = target.passed(|_| true).await;
     let stop = async {
         target.passed(|now| now.chunks > passed.chunks).await;
         trio.signal("target", Signal::STOP);
     };
-    let (outcome, ()) = tokio::join!(in_time(&trio, asked, TIMEOUT), stop);
+    let (outcome, ()) = tokio::join!(within(TIMEOUT, &trio, asked), stop);
     assert_overdue(outcome);
     trio.signal("target", Signal::CONT);
-    is_partial().await;
+    is_partial(4).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -115,31 +131,33 @@ async fn in_decode() {
     let golden = &goldens()[0];
     let mut closes = 0;
     for asked in [ask(&golden.prompt_ids, LONG), ask(&golden.prompt_ids, LONG).chain(3)] {
+        let began = Instant::now();
         let mut stream = begin(&trio, asked.clone()).await;
-        read(&mut stream, 20).await;
+        read(&mut stream, 100).await;
+        let some = began.elapsed();
         // Beside the prompt of another a step takes so long that a credit cannot run out before the news is there.
         let before = target.passed(|_| true).await;
         let other = begin(&trio, ask(&long_prompt(), 8).auto()).await;
         target.passed(|passed| passed.chunks > before.chunks).await;
-        drop(stream);
-        closes += 1;
-        target.passed(|passed| passed.closes == closes).await;
-        drop(other);
-        trio.at_rest().await;
-        closes += 1;
-        let passed = target.passed(|passed| passed.closes == closes).await;
-        // Two sequences, each as in prefill.
-        assert!(passed.after_close - before.after_close <= 4, "{passed:?} after {before:?}");
+        drop((stream, other));
+        closes += 2;
+        stops(&trio, &target, closes).await;
 
-        let commits = passed.commits;
+        let before = target.passed(|_| true).await;
+        assert_overdue(within(some, &trio, asked.clone()).await);
+        closes += 1;
+        let after = target.passed(|passed| passed.closes == closes).await;
+        assert!(after.commits > before.commits + 1, "{before:?}, then {after:?}");
+        trio.at_rest().await;
+
         let stop = async {
-            target.passed(|passed| passed.commits > commits + 20).await;
+            target.passed(|passed| passed.commits > after.commits + 20).await;
             trio.signal("target", Signal::STOP);
         };
-        let (outcome, ()) = tokio::join!(in_time(&trio, asked, TIMEOUT), stop);
+        let (outcome, ()) = tokio::join!(within(TIMEOUT, &trio, asked), stop);
         assert_overdue(outcome);
         trio.signal("target", Signal::CONT);
-        trio.at_rest().await;
         closes += 1;
+        trio.at_rest().await;
     }
 }

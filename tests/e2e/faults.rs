@@ -86,9 +86,11 @@ async fn a_draft_that_misbehaves_costs_speed_alone() {
         (DraftFault::Twice, true),
         (DraftFault::AskedTwice, true),
         (DraftFault::Break, true),
+        (DraftFault::Stale, true),
     ] {
         draft.set(fault);
         let (drafted, _, without) = run_all(&trio, &requests, &format!("{fault:?}")).await;
+        assert!(draft.injected() > 0, "{fault:?} was never done");
         let expected = if verified { drafted } else { without };
         assert!(expected > 0, "{fault:?}: {drafted} drafted, {without} rounds without a draft");
         // What a draft has swallowed is only made up for on a new stream.
@@ -115,6 +117,7 @@ async fn rounds_repeated_late_or_cut_off_at_the_target_change_no_token() {
         ] {
             target.set(fault);
             run_all(&trio, &requests, &format!("{fault:?}")).await;
+            assert!(target.injected() > 0, "{fault:?} was never done");
             target.set(TargetFault::None);
             trio.at_rest().await;
         }
@@ -134,7 +137,12 @@ async fn sockets_that_break_within_a_frame_are_made_again() {
     for (name, cable) in [("draft", &draft), ("target", &target)] {
         for bytes in [1, 77, 600, 1501] {
             cable.cut_after(bytes);
-            run_all(&trio, &requests, &format!("{name} after {bytes} bytes")).await;
+            let what = format!("{name} after {bytes} bytes");
+            until(&what, async || {
+                run_all(&trio, &requests, &what).await;
+                cable.was_cut().then_some(())
+            })
+            .await;
         }
     }
     heals(&trio, &requests, "whole again").await;
@@ -162,5 +170,5 @@ async fn a_draft_of_another_target_is_not_asked() {
     assert_eq!(outcome.ids, golden.greedy_ids);
     assert_eq!(outcome.usage.drafted_tokens, 0);
     assert!(outcome.usage.rounds_without_draft > 0);
-    eyrie_tests::at_rest(&trio.at("target"), None).await;
+    eyrie_tests::at_rest(&trio.at("gateway"), &trio.at("target"), None).await;
 }

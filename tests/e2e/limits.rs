@@ -175,8 +175,22 @@ async fn messages_over_32_mib_are_refused_at_every_method() {
     let mut head = framed(b"");
     head[1..5].copy_from_slice(&(MAX_MESSAGE as u32 + 1).to_be_bytes());
     for (address, service, methods) in [
-        (ready.target, "Target", &["Describe", "Attach", "Rounds", "Round", "Load", "ReadFile"][..]),
-        (ready.draft.unwrap(), "Draft", &["Describe", "Rounds", "Round"]),
+        (
+            ready.target,
+            "Target",
+            &[
+                "Describe",
+                "Attach",
+                "Rounds",
+                "Round",
+                "Load",
+                "Drain",
+                "ReadFile",
+                "ReadShared",
+                "ReadFeatures",
+            ][..],
+        ),
+        (ready.draft.unwrap(), "Draft", &["Describe", "Rounds", "Round", "Drain"]),
         (ready.grpc, "Generation", &["Generate", "GenerateStream", "Tokenize", "Detokenize", "GetModel"]),
     ] {
         let channel = channel(&address).await;

@@ -2,7 +2,7 @@
 //! too small for all, shared beginnings, priorities, and services that crash on the way.
 
 use crate::EYRIE;
-use eyrie_tests::{Asked, Trio, ask, client, collect, goldens};
+use eyrie_tests::{Asked, Trio, ask, client, collect, goldens, load};
 
 const SEQUENCES: u64 = 16;
 
@@ -40,6 +40,9 @@ fn sequence(chance: &mut Chance, prompts: &[Vec<u32>]) -> (Asked, Asked) {
     };
     (plain, drafted)
 }
+
+/// Room for all, and every prompt is computed as a whole.
+const COLD: &[&str] = &["--prefix-cache-bytes", "0"];
 
 /// All sequences with the tokens that each gives by itself in plain mode.
 async fn alone(endpoint: &str, seed: u64) -> Vec<(Asked, Vec<u32>)> {
@@ -90,7 +93,7 @@ async fn together(endpoint: &str, all: &[(Asked, Vec<u32>)], hits: &mut [&mut dy
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sixteen_mixed_sequences_give_what_each_gives_alone() {
-    let roomy = Trio::start(EYRIE, &[]);
+    let roomy = Trio::start(EYRIE, COLD);
     roomy.speculating().await;
     let mut expected = Vec::new();
     for seed in [1, 2] {
@@ -98,12 +101,16 @@ async fn sixteen_mixed_sequences_give_what_each_gives_alone() {
     }
     together(&roomy.at("gateway"), &expected[0], &mut []).await;
     roomy.at_rest().await;
+    let computed = load(&roomy.at("target")).await.unwrap();
+    assert_eq!((computed.preemptions, computed.prefix_hits), (0, 0), "the reference is cold");
     for (all, chunk) in expected.iter().zip(["5", "64"]) {
         // Room for about three of the sixteen.
         let trio = Trio::start(EYRIE, &["--prefill-chunk", chunk, "--kv-tokens", "1280"]);
         trio.speculating().await;
         together(&trio.at("gateway"), all, &mut []).await;
         trio.at_rest().await;
+        let load = load(&trio.at("target")).await.unwrap();
+        assert!(load.preemptions > 0 && load.prefix_hits > 0, "chunks of {chunk}: {load:?}");
     }
 }
 
@@ -113,7 +120,10 @@ async fn sixteen_mixed_sequences_live_through_crashes_of_draft_and_target() {
     let mut trio = Trio::start(EYRIE, &flags);
     trio.speculating().await;
     let endpoint = trio.at("gateway");
-    let all = alone(&endpoint, 3).await;
+    let cold = Trio::start(EYRIE, COLD);
+    cold.speculating().await;
+    let all = alone(&cold.at("gateway"), 3).await;
+    drop(cold);
     let shared = std::cell::RefCell::new(&mut trio);
     let mut draft = || {
         let mut trio = shared.borrow_mut();

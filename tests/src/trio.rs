@@ -99,7 +99,8 @@ impl Trio {
     /// Waits until nothing of any request is left; see [`at_rest`].
     pub async fn at_rest(&self) {
         let draft = self.services.iter().any(|(name, _)| *name == "draft");
-        at_rest(&self.at("target"), draft.then(|| self.at("draft")).as_deref()).await;
+        let draft = draft.then(|| self.at("draft"));
+        at_rest(&self.at("gateway"), &self.at("target"), draft.as_deref()).await;
     }
 }
 

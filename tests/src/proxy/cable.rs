@@ -29,6 +29,11 @@ impl Cable {
         Self { left, _tasks: tasks }
     }
 
+    /// Whether the cut was made.
+    pub fn was_cut(&self) -> bool {
+        self.left.load(Ordering::Relaxed) == WHOLE
+    }
+
     /// Cuts every connection once `bytes` more have come back over any of them; later ones are whole.
     pub fn cut_after(&self, bytes: usize) {
         self.left.store(bytes, Ordering::Relaxed);

@@ -1,6 +1,7 @@
 //! Between the gateway and the draft.
 
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -10,13 +11,13 @@ use eyrie_wire::v1::draft_server::{Draft, DraftServer};
 use eyrie_wire::v1::{
     DescribeDraftRequest, DraftCard, DraftFrame, DraftReply, DrainReply, DrainRequest, Proposal,
 };
-use eyrie_wire::{MAX_MESSAGE, connect};
+use eyrie_wire::{MAX_MESSAGE, Reason, connect, refuse};
 use tokio_stream::{Stream, StreamExt};
 use tonic::service::Routes;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Deed, Tasks};
+use super::{Deed, Tasks, cut};
 
 /// What is done to every frame of the streams between gateway and draft.
 #[derive(Debug, Clone, Copy)]
@@ -43,6 +44,8 @@ pub enum DraftFault {
     AskedTwice,
     /// The stream ends at the next reply.
     Break,
+    /// The draft says at the next reply that it is attached to another boot of the target.
+    Stale,
 }
 
 /// Stands in for the draft.
@@ -53,15 +56,16 @@ pub struct DraftProxy(Arc<Shared>);
 struct Shared {
     to: String,
     fault: Mutex<DraftFault>,
+    injected: AtomicU32,
     tasks: Tasks,
 }
 
 impl DraftProxy {
     /// Listens at `from` and passes on to the draft at `to`, which need not be there yet.
     pub async fn start(from: &str, to: &str) -> Self {
-        let shared =
-            Shared { to: to.to_owned(), fault: Mutex::new(DraftFault::None), tasks: Tasks::default() };
-        let proxy = Self(Arc::new(shared));
+        let (to, fault) = (to.to_owned(), Mutex::new(DraftFault::None));
+        let (injected, tasks) = (AtomicU32::new(0), Tasks::default());
+        let proxy = Self(Arc::new(Shared { to, fault, injected, tasks }));
         let server = DraftServer::new(proxy.clone()).max_decoding_message_size(MAX_MESSAGE);
         proxy.0.tasks.serve(from, Routes::new(server)).await;
         proxy
@@ -70,6 +74,16 @@ impl DraftProxy {
     /// Does this to all frames from now on.
     pub fn set(&self, fault: DraftFault) {
         *self.0.fault.lock().expect("never poisoned") = fault;
+    }
+
+    /// How often a fault was done since this was last asked.
+    pub fn injected(&self) -> u32 {
+        self.0.injected.swap(0, Relaxed)
+    }
+
+    fn inject<M>(&self, deed: Deed<M>) -> Deed<M> {
+        self.0.injected.fetch_add(1, Relaxed);
+        deed
     }
 
     fn fault(&self) -> DraftFault {
@@ -84,7 +98,9 @@ impl DraftProxy {
     fn ask(&self, frame: DraftFrame) -> Deed<DraftFrame> {
         // A second hello would end the stream.
         match self.fault() {
-            DraftFault::AskedTwice if frame.hello.is_none() => Deed::pass([frame.clone(), frame]),
+            DraftFault::AskedTwice if frame.hello.is_none() => {
+                self.inject(Deed::pass([frame.clone(), frame]))
+            }
             _ => Deed::pass([frame]),
         }
     }
@@ -96,25 +112,31 @@ impl DraftProxy {
         let fault = self.fault();
         match fault {
             DraftFault::Tokens(_) | DraftFault::WrongBase => {
-                proposals(&mut reply).for_each(|proposal| spoil(proposal, fault));
+                let spoilt = proposals(&mut reply).map(|proposal| spoil(proposal, fault)).count();
+                self.0.injected.fetch_add(spoilt as u32, Relaxed);
             }
-            DraftFault::WrongRound => reply.outs.iter_mut().for_each(|out| out.round += 1),
-            DraftFault::Slow(after) => return Deed { after, ..Deed::pass([reply]) },
-            DraftFault::Swallow => return Deed::pass([]),
-            DraftFault::Twice => return Deed::pass([reply.clone(), reply]),
-            DraftFault::Late => return Deed::pass(held.replace(reply)),
+            DraftFault::WrongRound => {
+                reply.outs.iter_mut().for_each(|out| out.round += 1);
+                return self.inject(Deed::pass([reply]));
+            }
+            DraftFault::Slow(after) => return self.inject(Deed { after, ..Deed::pass([reply]) }),
+            DraftFault::Swallow => return self.inject(Deed::pass([])),
+            DraftFault::Twice => return self.inject(Deed::pass([reply.clone(), reply])),
+            DraftFault::Late => return self.inject(Deed::pass(held.replace(reply))),
             DraftFault::Swapped => {
                 return match held.take() {
-                    Some(first) => Deed::pass([reply, first]),
+                    Some(first) => self.inject(Deed::pass([reply, first])),
                     None => {
                         *held = Some(reply);
                         Deed::pass([])
                     }
                 };
             }
-            DraftFault::Break => {
+            DraftFault::Break | DraftFault::Stale => {
                 self.set(DraftFault::None);
-                return Deed { breaks: true, ..Deed::pass([]) };
+                let stale = || refuse(Reason::StaleEpoch, "said by the proxy");
+                let status = if matches!(fault, DraftFault::Stale) { stale() } else { cut() };
+                return self.inject(Deed { breaks: Some(status), ..Deed::pass([]) });
             }
             DraftFault::None | DraftFault::AskedTwice => {}
         }

@@ -28,13 +28,18 @@ struct Deed<M> {
     after: Duration,
     messages: Vec<M>,
     /// The stream ends behind them.
-    breaks: bool,
+    breaks: Option<Status>,
 }
 
 impl<M> Deed<M> {
     fn pass(messages: impl IntoIterator<Item = M>) -> Self {
-        Self { after: Duration::ZERO, messages: messages.into_iter().collect(), breaks: false }
+        Self { after: Duration::ZERO, messages: messages.into_iter().collect(), breaks: None }
     }
+}
+
+/// What a stream ends with that was cut.
+fn cut() -> Status {
+    Status::unavailable("cut by the proxy")
 }
 
 /// Tasks that end with their proxy.
@@ -79,8 +84,8 @@ impl Tasks {
                 for message in messages {
                     let _ = sender.send(Ok(message)).await;
                 }
-                if breaks {
-                    let _ = sender.send(Err(Status::unavailable("cut by the proxy"))).await;
+                if let Some(status) = breaks {
+                    let _ = sender.send(Err(status)).await;
                     return;
                 }
             }

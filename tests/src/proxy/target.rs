@@ -1,7 +1,7 @@
 //! Between the gateway and the target.
 
-use std::collections::HashSet;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use eyrie_wire::v1::target_client::TargetClient;
@@ -16,7 +16,7 @@ use tonic::service::Routes;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Deed, Tasks};
+use super::{Deed, Tasks, cut};
 
 /// What is done to the streams between gateway and target.
 #[derive(Debug, Clone, Copy)]
@@ -46,8 +46,6 @@ pub struct Passed {
     pub commits: u32,
     /// Close items, to the target.
     pub closes: u32,
-    /// Chunks and commits of sequences whose Close had passed already.
-    pub after_close: u32,
 }
 
 /// Stands in for the target.
@@ -58,8 +56,8 @@ pub struct TargetProxy(Arc<Shared>);
 struct Shared {
     to: String,
     fault: Mutex<TargetFault>,
+    injected: AtomicU32,
     passed: watch::Sender<Passed>,
-    closed: Mutex<HashSet<u64>>,
     tasks: Tasks,
 }
 
@@ -70,8 +68,8 @@ impl TargetProxy {
     pub async fn start(from: &str, to: &str) -> Self {
         let (to, fault) = (to.to_owned(), Mutex::new(TargetFault::None));
         let passed = watch::Sender::new(Passed::default());
-        let (closed, tasks) = (Mutex::default(), Tasks::default());
-        let proxy = Self(Arc::new(Shared { to, fault, passed, closed, tasks }));
+        let (injected, tasks) = (AtomicU32::new(0), Tasks::default());
+        let proxy = Self(Arc::new(Shared { to, fault, injected, passed, tasks }));
         let server = TargetServer::new(proxy.clone()).max_decoding_message_size(MAX_MESSAGE);
         proxy.0.tasks.serve(from, Routes::new(server)).await;
         proxy
@@ -84,6 +82,16 @@ impl TargetProxy {
 
     fn fault(&self) -> TargetFault {
         *self.0.fault.lock().expect("never poisoned")
+    }
+
+    /// How often a fault was done since this was last asked.
+    pub fn injected(&self) -> u32 {
+        self.0.injected.swap(0, Relaxed)
+    }
+
+    fn inject<M>(&self, deed: Deed<M>) -> Deed<M> {
+        self.0.injected.fetch_add(1, Relaxed);
+        deed
     }
 
     /// Waits until what has passed is `enough`.
@@ -99,32 +107,30 @@ impl TargetProxy {
     }
 
     fn ask(&self, frame: TargetFrame, before: &mut Vec<TargetItem>) -> Deed<TargetFrame> {
-        let closing = frame.items.iter().filter(|item| matches!(item.op, Some(Op::Close(_))));
-        let closing: Vec<u64> = closing.map(|item| item.seq).collect();
-        self.0.passed.send_modify(|passed| passed.closes += closing.len() as u32);
-        self.0.closed.lock().expect("never poisoned").extend(closing);
+        let closes = frame.items.iter().filter(|item| matches!(item.op, Some(Op::Close(_)))).count();
+        self.0.passed.send_modify(|passed| passed.closes += closes as u32);
         if frame.hello.is_some() {
             return Deed::pass([frame]);
         }
         let verifies = frame.items.iter().filter(|item| matches!(item.op, Some(Op::Verify(_)))).cloned();
         let before = std::mem::replace(before, verifies.collect());
         match self.fault() {
-            TargetFault::AskedTwice => Deed::pass([frame.clone(), frame]),
-            TargetFault::AskedLate => Deed::pass([frame, TargetFrame { hello: None, items: before }]),
+            TargetFault::AskedTwice => self.inject(Deed::pass([frame.clone(), frame])),
+            TargetFault::AskedLate if !before.is_empty() => {
+                self.inject(Deed::pass([frame, TargetFrame { hello: None, items: before }]))
+            }
             _ => Deed::pass([frame]),
         }
     }
 
     fn count(&self, reply: &TargetReply) {
-        let closed = self.0.closed.lock().expect("never poisoned");
         self.0.passed.send_modify(|passed| {
             for out in &reply.outs {
                 match &out.body {
                     Some(Body::Committed(_)) => passed.commits += 1,
                     Some(Body::Features(features)) if !features.fetched => passed.chunks += 1,
-                    _ => continue,
+                    _ => {}
                 }
-                passed.after_close += u32::from(closed.contains(&out.seq));
             }
         });
     }
@@ -136,15 +142,17 @@ impl TargetProxy {
         }
         let before = before.replace(reply.clone());
         match self.fault() {
-            TargetFault::Twice => Deed::pass([reply.clone(), reply]),
-            TargetFault::Late => Deed::pass([reply].into_iter().chain(before)),
+            TargetFault::Twice => self.inject(Deed::pass([reply.clone(), reply])),
+            TargetFault::Late if before.is_some() => {
+                self.inject(Deed::pass([reply].into_iter().chain(before)))
+            }
             TargetFault::BreakAtOpen if reply.outs.iter().any(opens) => {
                 self.set(TargetFault::None);
-                Deed { breaks: true, ..Deed::pass([]) }
+                self.inject(Deed { breaks: Some(cut()), ..Deed::pass([]) })
             }
             TargetFault::BreakAfter(0) => {
                 self.set(TargetFault::None);
-                Deed { breaks: true, ..Deed::pass([reply]) }
+                self.inject(Deed { breaks: Some(cut()), ..Deed::pass([reply]) })
             }
             TargetFault::BreakAfter(replies) => {
                 self.set(TargetFault::BreakAfter(replies - 1));
