@@ -21,7 +21,6 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::lm::{VOCAB, marks, state_of};
-use crate::net::Network;
 use crate::rng::Rng;
 
 /// Longest proposal.
@@ -68,6 +67,7 @@ struct State {
     attached: BTreeMap<String, Attached>,
     sequences: BTreeMap<Key, Sequence>,
     streams: u64,
+    needs: u64,
     wrong: Vec<String>,
 }
 
@@ -77,7 +77,6 @@ pub(crate) struct OracleDraft {
     state: Arc<Mutex<State>>,
     /// Prompt and plain tokens of every request.
     book: Arc<Vec<Vec<u32>>>,
-    network: Network,
 }
 
 /// What becomes of an answer.
@@ -89,10 +88,10 @@ enum Delivery {
 }
 
 impl OracleDraft {
-    pub(crate) fn new(rng: Rng, mood: Mood, book: Arc<Vec<Vec<u32>>>, network: Network) -> Self {
+    pub(crate) fn new(rng: Rng, mood: Mood, book: Arc<Vec<Vec<u32>>>) -> Self {
         let (sequences, wrong) = (BTreeMap::new(), Vec::new());
-        let state = State { rng, mood, attached: BTreeMap::new(), sequences, streams: 0, wrong };
-        Self { state: Arc::new(Mutex::new(state)), book, network }
+        let state = State { rng, mood, attached: BTreeMap::new(), sequences, streams: 0, needs: 0, wrong };
+        Self { state: Arc::new(Mutex::new(state)), book }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -122,6 +121,11 @@ impl OracleDraft {
 
     pub(crate) fn sequences(&self) -> usize {
         self.lock().sequences.len()
+    }
+
+    /// How often it lacked rows.
+    pub(crate) fn needs(&self) -> u64 {
+        self.lock().needs
     }
 
     /// What it saw that must not be.
@@ -201,7 +205,7 @@ impl OracleDraft {
                 sequence.stream = stream;
                 let body = state.answer(epoch, &mut sequence, &propose, &self.book);
                 if matches!(body, Body::Need(_)) {
-                    self.network.count("needs", 1);
+                    state.needs += 1;
                 }
                 state.sequences.insert(key, sequence);
                 Some(DraftOut { seq, round: propose.round, body: Some(body) })

@@ -54,6 +54,7 @@ pub(crate) fn run(seed: u64, fixture: &Arc<Fixture>, keeps_trace: bool) -> Outco
             Ok(result) => result,
             Err(_) => Err(format!("still not over after {} virtual seconds", PATIENCE.as_secs())),
         };
+        world.network.count("needs", world.draft.needs());
         let faults = world.faults.lock().unwrap().first().cloned();
         let draft_saw = world.draft.wrong().first().cloned();
         let result = faults.or(draft_saw).map_or(result, Err);
@@ -103,7 +104,7 @@ impl World {
         let network = Network::new(rng.fork(), scenario.weather, trace.clone());
         let whole = |ask: &Ask| ask.prompt.iter().chain(&ask.plain.tokens).copied().collect();
         let book = Arc::new(scenario.asks.iter().map(whole).collect());
-        let draft = OracleDraft::new(rng.fork(), scenario.mood, book, network.clone());
+        let draft = OracleDraft::new(rng.fork(), scenario.mood, book);
         let start = |gateway| {
             let port = Port { network: network.clone(), from: boot_id(gateway) };
             let targets = (0..scenario.targets).map(|target| named(&target_name(target)));
