@@ -202,7 +202,10 @@ mod tests {
         assert_eq!(sequence.prefix(3), Some(&[10, 11, 12][..]));
         assert_eq!(sequence.prefix(4), None);
         sequence.take_tokens(4, &[14], 4);
-        assert_eq!(sequence.prefix(1), None);
+        assert_eq!(sequence.prefix(3), Some(&[10, 11, 12][..]), "what lies behind a gap is left out");
+        let mut late = Sequence::new(4);
+        late.take_tokens(4, &[14], 4);
+        assert_eq!(late.prefix(1), None);
     }
 
     #[test]
