@@ -3,8 +3,8 @@
 use std::fmt::{Debug, Display};
 use std::sync::{Arc, Mutex};
 
+use eyrie_wire::Message;
 use eyrie_wire::v1::{DraftFrame, DraftReply, TargetFrame, TargetReply};
-use prost::Message;
 use tokio::time::Instant;
 
 /// Lines are only made when somebody will read them.
