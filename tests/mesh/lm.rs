@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Tensor};
 use eyrie_checkpoint::{TargetCheckpoint, TargetConfig};
-use eyrie_kernels::{Cpu, CpuOptions, Isa};
+use eyrie_kernels::{Backend, Cpu, CpuOptions, Isa};
 use eyrie_model::{
     Aux, Backing, CaptureSet, ForwardOut, Keep, LatentCache, LogitRows, ModelError, SeqRows, SeqTable,
     SharedWeights, TargetModel, load_target,
@@ -76,6 +76,7 @@ pub(crate) fn plain(prompt: &[u32], params: &SamplingParams, rules: &StopRules) 
 #[derive(Debug)]
 pub(crate) struct Fixture {
     pub(crate) checkpoint: TargetCheckpoint,
+    cpu: Backend,
     /// Only makes caches.
     body: Arc<Mutex<Box<dyn TargetModel>>>,
 }
@@ -85,17 +86,18 @@ impl Fixture {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/v3");
         let checkpoint = TargetCheckpoint::open(&dir).unwrap();
         let shared = SharedWeights::build(&checkpoint, Backing::Local, Epoch::try_from(1).unwrap()).unwrap();
-        let cpu = Cpu::new(CpuOptions { threads: 1, isa: Isa::best() }).unwrap();
+        let cpu: Backend = Cpu::new(CpuOptions { threads: 1, isa: Isa::best() }).unwrap().into();
         let body = load_target(&checkpoint, shared, &cpu, &mut |_| {}).unwrap();
         let config = checkpoint.config();
         assert_eq!((config.vocab_size, config.eos_token_ids.as_slice()), (VOCAB as usize, &EOS[..]));
-        Self { checkpoint, body: Arc::new(Mutex::new(body)) }
+        Self { checkpoint, cpu, body: Arc::new(Mutex::new(body)) }
     }
 
     pub(crate) fn model(&self, epoch: Epoch) -> Box<dyn TargetModel> {
         Box::new(HashModel {
             config: self.checkpoint.config().clone(),
             shared: SharedWeights::build(&self.checkpoint, Backing::Memfd, epoch).unwrap(),
+            cpu: self.cpu.clone(),
             body: Arc::clone(&self.body),
             capture: None,
         })
@@ -106,6 +108,7 @@ impl Fixture {
 struct HashModel {
     config: TargetConfig,
     shared: SharedWeights,
+    cpu: Backend,
     body: Arc<Mutex<Box<dyn TargetModel>>>,
     capture: Option<CaptureSet>,
 }
@@ -199,7 +202,7 @@ impl TargetModel for HashModel {
             out.logits = Some(Tensor::from_vec(rows.logits, shape, &Device::Cpu)?);
         }
         if self.width() > 0 {
-            out.aux = Some(Aux::from_rows(rows.aux, self.width())?);
+            out.aux = Some(Aux::from_rows(&self.cpu, rows.aux, self.width())?);
         }
         Ok(out)
     }

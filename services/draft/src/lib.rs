@@ -102,7 +102,7 @@ async fn open(options: &DraftOptions) -> Result<(Arc<DraftCheckpoint>, Arc<HeadW
         let checkpoint = DraftCheckpoint::open(&dir)?;
         folder.map(|folder: PathBuf| TargetCheckpoint::open(&folder)).transpose()?;
         let cpu = Cpu::new(CpuOptions { threads, isa })?;
-        let head = HeadWeights::load(&checkpoint, &cpu)?;
+        let head = HeadWeights::load(&checkpoint, &cpu.into())?;
         Ok((Arc::new(checkpoint), Arc::new(head)))
     });
     opened.await.map_err(DraftError::Loader)?

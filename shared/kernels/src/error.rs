@@ -32,7 +32,7 @@ pub enum KernelError {
         limit: String,
     },
     /// The weight's layout has no kernel here.
-    #[error("{op}: weight layout {layout} has no CPU kernel (supported: {supported})")]
+    #[error("{op}: weight layout {layout} has no kernel here (supported: {supported})")]
     Layout {
         /// Kernel that was called.
         op: &'static str,
@@ -40,6 +40,12 @@ pub enum KernelError {
         layout: Layout,
         /// Layouts that are supported.
         supported: &'static str,
+    },
+    /// Weights, caches and activations that were not made for the same backend.
+    #[error("{op}: operands of different backends")]
+    Mixed {
+        /// Kernel that was called.
+        op: &'static str,
     },
     /// A NaN where an order is needed.
     #[error("{op}: value {index} is NaN")]

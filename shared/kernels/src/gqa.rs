@@ -1,18 +1,20 @@
 //! Grouped-query attention over paged keys and values, as Llama-style drafts use it.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
+use candle_core::Tensor;
 
-use crate::attention::{Heads, attention};
-use crate::cpu::Cpu;
+use crate::backend::Backend;
+use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Result, limit, shape};
-use crate::paged::{PagedRows, Ragged};
+use crate::paged::{PagedRows, Pool};
 use crate::rope::Rope;
-use crate::tensor::{operand, row_count, rows_of, wrap};
+use crate::rows::Rows;
+use crate::tensor::row_count;
 
-const OP: &str = "gqa";
+pub(crate) const OP: &str = "gqa";
 
 /// Geometry of a grouped-query attention.
 #[derive(Debug, Clone)]
@@ -54,13 +56,13 @@ impl GqaSpec {
 /// # Errors
 /// Shapes that do not fit the spec, the rows or the cache; nothing is written then.
 pub fn gqa(
-    cpu: &Cpu,
+    backend: &Backend,
     spec: &GqaSpec,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     cache: &mut PagedRows,
-    rows: &Ragged,
+    rows: &Rows,
 ) -> Result<Tensor> {
     spec.check(cache)?;
     let count = row_count(OP, "q", q, spec.heads * spec.head_dim)?;
@@ -70,64 +72,12 @@ pub fn gqa(
             return Err(shape(OP, what, tensor.dims(), format!("[{count}, {kv_width}]")));
         }
     }
-    rows.check(OP, count, cache)?;
-    Ok(q.apply_op3_no_bwd(k, v, &GqaOp { cpu, spec, cache: RefCell::new(cache), rows })?)
-}
-
-struct GqaOp<'a> {
-    cpu: &'a Cpu,
-    spec: &'a GqaSpec,
-    cache: RefCell<&'a mut PagedRows>,
-    rows: &'a Ragged,
-}
-
-impl GqaOp<'_> {
-    fn run(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>> {
-        let GqaSpec { heads, kv_heads, head_dim, ref rope } = *self.spec;
-        let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
-        let angles = rope.gather(self.rows.rows.iter().map(|row| row.position));
-        let mut queries = q.to_vec();
-        let mut cache = self.cache.borrow_mut();
-        for (index, row) in self.rows.rows.iter().enumerate() {
-            let angles = &angles[index * head_dim..][..head_dim];
-            for head in queries[index * q_width..][..q_width].chunks_exact_mut(head_dim) {
-                rope.rotate(angles, head);
-            }
-            let (keys, values) = cache.row_mut(row.slot)?.split_at_mut(kv_width);
-            keys.copy_from_slice(&k[index * kv_width..][..kv_width]);
-            values.copy_from_slice(&v[index * kv_width..][..kv_width]);
-            for head in keys.chunks_exact_mut(head_dim) {
-                rope.rotate(angles, head);
-            }
-        }
-        let heads = Heads {
-            heads,
-            sharing: heads / kv_heads,
-            key_width: head_dim,
-            value_width: head_dim,
-            values: kv_width,
-            scale: (head_dim as f64).powf(-0.5) as f32,
-        };
-        attention(self.cpu, heads, &queries, &cache, self.rows)
-    }
-}
-
-impl CustomOp3 for GqaOp<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (q, k, v) = (operand(OP, q, q_layout)?, operand(OP, k, k_layout)?, operand(OP, v, v_layout)?);
-        let out = self.run(q, k, v).map_err(wrap)?;
-        Ok(rows_of(out, self.rows.rows.len(), self.spec.heads * self.spec.head_dim))
+    rows.ragged().check(OP, count, cache)?;
+    match (backend, &mut cache.pool) {
+        (Backend::Cpu(cpu), Pool::Cpu(cache)) => cpu::gqa(cpu, spec, [q, k, v], cache, rows.ragged()),
+        #[cfg(feature = "cuda")]
+        (Backend::Cuda(cuda), Pool::Cuda(cache)) => cuda::gqa(cuda, spec, [q, k, v], cache, rows.device()?),
+        #[cfg(feature = "cuda")]
+        _ => Err(crate::KernelError::Mixed { op: OP }),
     }
 }

@@ -1,11 +1,13 @@
 //! Numeric kernels, once per backend, as candle custom ops.
 //!
 //! Every result row is bit-equal whatever rows run beside it, however many threads compute and however
-//! a prompt is cut: each output is one reduction in one fixed order. Activations are contiguous float32
-//! rows; weights keep their published precision.
+//! a prompt is cut: each output is one reduction in one fixed order. Activations are contiguous rows,
+//! float32 on the CPU; weights keep their published precision.
 
-mod attention;
+mod backend;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod embedding;
 mod error;
 mod gqa;
@@ -17,10 +19,13 @@ mod norm;
 mod paged;
 mod rope;
 mod router;
+mod rows;
 mod tensor;
-mod tiles;
 
+pub use backend::Backend;
 pub use cpu::{Cpu, CpuOptions, Isa};
+#[cfg(feature = "cuda")]
+pub use cuda::{Cuda, CudaOptions};
 pub use embedding::Embedding;
 pub use error::{KernelError, Result};
 pub use gqa::{GqaSpec, gqa};
@@ -29,6 +34,7 @@ pub use logits::{argmax, top_k_softmax};
 pub use mla::{MlaDims, MlaWeights, mla};
 pub use moe::{ExpertViews, Experts, Mlp, moe};
 pub use norm::RmsNorm;
-pub use paged::{PagedRows, Ragged, RowRef};
+pub use paged::PagedRows;
 pub use rope::{Rope, RopeSpec, RopeStyle};
-pub use router::{Router, RouterSpec, Routes};
+pub use router::{Router, RouterSpec, Routes, Routing};
+pub use rows::{Ragged, RowRef, Rows};

@@ -3,12 +3,14 @@
 use candle_core::Tensor;
 use eyrie_checkpoint::{Scoring, TopkMethod};
 
-use crate::cpu::exp::{sigmoid_in_place, softmax_in_place};
-use crate::error::{KernelError, Result, limit, shape};
-use crate::linear::Linear;
+use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+use crate::error::{Result, limit, shape};
+use crate::linear::{Linear, Weight};
 use crate::tensor::row_count;
 
-const OP: &str = "router";
+pub(crate) const OP: &str = "router";
 
 /// What a [`Router`] is made from.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -67,12 +69,68 @@ pub struct Routes {
     pub per_token: usize,
 }
 
+impl Routes {
+    /// Checks these routes of `rows` rows against a number of experts.
+    pub(crate) fn check(&self, rows: usize, experts: usize) -> Result<()> {
+        let pairs = rows * self.per_token;
+        if self.ids.len() != pairs || self.weights.len() != pairs {
+            let got = [self.ids.len(), self.weights.len()];
+            return Err(shape("moe", "routes", &got, format!("{rows} rows x {} experts", self.per_token)));
+        }
+        match self.ids.iter().find(|&&id| id as usize >= experts) {
+            Some(id) => Err(limit("moe", "expert id", id, format!("below {experts} experts"))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// [`Routes`] where the backend keeps them.
+#[derive(Debug)]
+pub struct Routing(pub(crate) Chosen);
+
+#[derive(Debug)]
+pub(crate) enum Chosen {
+    Host(Routes),
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::Routes),
+}
+
+impl From<Routes> for Routing {
+    fn from(routes: Routes) -> Self {
+        Self(Chosen::Host(routes))
+    }
+}
+
+impl Routing {
+    /// A copy of the routes in host memory.
+    ///
+    /// # Errors
+    /// A device that cannot be read.
+    pub fn to_host(&self) -> Result<Routes> {
+        match &self.0 {
+            Chosen::Host(routes) => Ok(routes.clone()),
+            #[cfg(feature = "cuda")]
+            Chosen::Cuda(routes) => routes.to_host(),
+        }
+    }
+}
+
 /// The router of one layer.
 #[derive(Debug)]
 pub struct Router {
     spec: RouterSpec,
-    gate: Linear,
-    bias: Option<Vec<f32>>,
+    hidden: usize,
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Cpu {
+        gate: cpu::Linear,
+        bias: Option<Vec<f32>>,
+    },
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::Router),
 }
 
 impl Router {
@@ -82,8 +140,9 @@ impl Router {
     /// Counts that do not fit each other, or a bias that is missing, superfluous or of another length.
     pub fn new(spec: RouterSpec, gate: Linear, bias: Option<Vec<f32>>) -> Result<Router> {
         spec.check()?;
+        let hidden = gate.in_features();
         if gate.out_features() != spec.experts {
-            let got = [gate.out_features(), gate.in_features()];
+            let got = [gate.out_features(), hidden];
             return Err(shape(OP, "gate", &got, format!("[{}, hidden]", spec.experts)));
         }
         let wanted = if spec.method == TopkMethod::NoAuxTc { spec.experts } else { 0 };
@@ -91,91 +150,24 @@ impl Router {
         if got != wanted {
             return Err(shape(OP, "bias", &[got], format!("{wanted} values for {:?}", spec.method)));
         }
-        Ok(Router { spec, gate, bias })
+        let kind = match gate.0 {
+            Weight::Cpu(gate) => Kind::Cpu { gate, bias },
+            #[cfg(feature = "cuda")]
+            Weight::Cuda(gate) => Kind::Cuda(cuda::Router::new(spec, gate, bias.as_deref())?),
+        };
+        Ok(Router { spec, hidden, kind })
     }
 
     /// Routes `[rows, hidden]`.
     ///
     /// # Errors
-    /// `x` is not a contiguous f32 CPU tensor of that shape, or a logit is NaN.
-    pub fn route(&self, x: &Tensor) -> Result<Routes> {
-        let rows = row_count(OP, "x", x, self.gate.in_features())?;
-        let mut logits = self.gate.forward(x)?.flatten_all()?.to_vec1::<f32>()?;
-        let per_token = self.spec.per_token;
-        let room = rows * per_token;
-        let mut routes =
-            Routes { ids: Vec::with_capacity(room), weights: Vec::with_capacity(room), per_token };
-        for row in logits.chunks_exact_mut(self.spec.experts) {
-            self.route_row(row, &mut routes)?;
-        }
-        Ok(routes)
+    /// `x` is not contiguous, has another shape or lies elsewhere; on the CPU also a logit that is NaN.
+    pub fn route(&self, x: &Tensor) -> Result<Routing> {
+        let _rows = row_count(OP, "x", x, self.hidden)?;
+        Ok(match &self.kind {
+            Kind::Cpu { gate, bias } => cpu::route(&self.spec, gate, bias.as_deref(), x)?.into(),
+            #[cfg(feature = "cuda")]
+            Kind::Cuda(router) => Routing(Chosen::Cuda(router.route(x, _rows)?)),
+        })
     }
-
-    fn route_row(&self, row: &mut [f32], routes: &mut Routes) -> Result<()> {
-        if let Some(index) = row.iter().position(|x| x.is_nan()) {
-            return Err(KernelError::NotANumber { op: OP, index });
-        }
-        let isa = self.gate.cpu().isa();
-        match self.spec.scoring {
-            Scoring::Softmax => softmax_in_place(isa, row),
-            Scoring::Sigmoid => sigmoid_in_place(isa, row),
-        }
-        let mut choice = row.to_vec();
-        if let Some(bias) = &self.bias {
-            choice.iter_mut().zip(bias).for_each(|(c, b)| *c += b);
-        }
-        if self.spec.method != TopkMethod::Greedy && self.spec.groups > 1 {
-            self.mask_groups(&mut choice);
-        }
-        let mut ids = best(&choice, self.spec.per_token);
-        ids.sort_unstable();
-        let mut weights: Vec<f32> = ids.iter().map(|&id| row[id as usize]).collect();
-        if self.spec.normalise {
-            let sum = weights.iter().sum::<f32>() + 1e-20;
-            weights.iter_mut().for_each(|w| *w /= sum);
-        }
-        weights.iter_mut().for_each(|w| *w *= self.spec.scale as f32);
-        routes.ids.extend(ids);
-        routes.weights.extend(weights);
-        Ok(())
-    }
-
-    /// Only -inf masks safely: a biased score can be negative, and zero would beat it.
-    fn mask_groups(&self, choice: &mut [f32]) {
-        let size = self.spec.experts / self.spec.groups;
-        let two = self.spec.method == TopkMethod::NoAuxTc;
-        let scores: Vec<f32> = choice.chunks_exact(size).map(|group| group_score(group, two)).collect();
-        let kept = best(&scores, self.spec.top_groups);
-        for (index, group) in choice.chunks_exact_mut(size).enumerate() {
-            if !kept.contains(&(index as u32)) {
-                group.fill(f32::NEG_INFINITY);
-            }
-        }
-    }
-}
-
-/// The best score of a group, or the sum of its two best.
-fn group_score(group: &[f32], two: bool) -> f32 {
-    let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
-    for &c in group {
-        if c > first {
-            (first, second) = (c, first);
-        } else if c > second {
-            second = c;
-        }
-    }
-    if two && group.len() > 1 { first + second } else { first }
-}
-
-/// Indices of the `count` largest values, the lower index first among equals.
-fn best(values: &[f32], count: usize) -> Vec<u32> {
-    let mut ids: Vec<u32> = Vec::with_capacity(count + 1);
-    for (id, &value) in values.iter().enumerate() {
-        let place = ids.partition_point(|&other| values[other as usize] >= value);
-        if place < count {
-            ids.insert(place, id as u32);
-            ids.truncate(count);
-        }
-    }
-    ids
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{AttentionTensors, QueryTensors, TargetConfig};
-use eyrie_kernels::{Cpu, Linear, MlaDims, MlaWeights, PagedRows, Ragged, RmsNorm, Rope, mla};
+use eyrie_kernels::{Linear, MlaDims, MlaWeights, PagedRows, RmsNorm, Rope, Rows, mla};
 
 use crate::error::Result;
 use crate::loader::Loader;
@@ -27,7 +27,6 @@ impl Query {
 /// One layer's attention.
 #[derive(Debug)]
 pub(crate) struct Attention {
-    cpu: Cpu,
     query: Query,
     latent: Linear,
     mla: MlaWeights,
@@ -61,19 +60,18 @@ impl Attention {
         let kv_norm = loader.norm(&tensors.kv_a_norm, eps)?;
         let kv_b = loader.view(&tensors.kv_b)?;
         Ok(Self {
-            cpu: loader.cpu().clone(),
             query,
             latent: loader.linear(&tensors.kv_a)?,
-            mla: MlaWeights::new(dims, kv_norm, &kv_b, Arc::clone(rope))?,
+            mla: MlaWeights::new(loader.backend(), dims, kv_norm, &kv_b, Arc::clone(rope))?,
             out: loader.linear(&tensors.o)?,
         })
     }
 
     /// `x` `[R, H]` normed; appends every row's latent to `cache` and returns `[R, H]`.
-    pub(crate) fn forward(&self, x: &Tensor, cache: &mut PagedRows, rows: &Ragged) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor, cache: &mut PagedRows, rows: &Rows) -> Result<Tensor> {
         let q = self.query.forward(x)?;
         let kv = self.latent.forward(x)?;
-        let heads = mla(&self.cpu, &self.mla, &q, &kv, cache, rows)?;
+        let heads = mla(&self.mla, &q, &kv, cache, rows)?;
         Ok(self.out.forward(&heads)?)
     }
 }

@@ -2,7 +2,7 @@
 //! position and a cut is a length.
 
 use eyrie_checkpoint::TargetConfig;
-use eyrie_kernels::PagedRows;
+use eyrie_kernels::{Backend, PagedRows};
 use eyrie_region::check_memory;
 
 use crate::error::{ModelError, Result};
@@ -31,16 +31,17 @@ struct PagedLayers {
 }
 
 impl PagedLayers {
-    fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Result<Self> {
+    fn new(backend: &Backend, layers: usize, tokens: usize, page_rows: usize, width: usize) -> Result<Self> {
         let pages = if page_rows == 0 { 0 } else { tokens.div_ceil(page_rows) };
         // Each layer by itself may fit where all together do not.
         let values =
             [page_rows, width, layers, size_of::<f32>()].iter().try_fold(pages, |n, &m| n.checked_mul(m));
-        if let Some(bytes) = values {
+        if let (Backend::Cpu(_), Some(bytes)) = (backend, values) {
             check_memory("cache", bytes as u64)?;
         }
-        let layers =
-            (0..layers).map(|_| PagedRows::new(pages, page_rows, width)).collect::<Result<_, _>>()?;
+        let layers = (0..layers)
+            .map(|_| PagedRows::new(backend, pages, page_rows, width))
+            .collect::<Result<_, _>>()?;
         Ok(Self { layers, pages, page_rows })
     }
 
@@ -56,12 +57,8 @@ impl PagedLayers {
     fn copy(&mut self, PageCopy { from, to, rows }: PageCopy) -> Result<()> {
         let first = |page| page * self.page_rows as u32;
         let (from, to) = (first(from), first(to));
-        for layer in &mut self.layers {
-            for row in 0..rows {
-                layer.copy(from + row, to + row)?;
-            }
-        }
-        Ok(())
+        let moves: Vec<_> = (0..rows).map(|row| (from + row, to + row)).collect();
+        self.layers.iter_mut().try_for_each(|layer| Ok(layer.copy(&moves)?))
     }
 
     fn keep(&mut self, table: &mut SeqTable, keep: Keep<'_>) -> Result<()> {
@@ -69,11 +66,7 @@ impl PagedLayers {
             Keep::Len(len) => table.commit(len, self.page_rows),
             Keep::Path { base_len, nodes } => {
                 let moves = path_moves(table, self.page_rows, base_len, nodes)?;
-                for rows in &mut self.layers {
-                    for &(from, to) in &moves {
-                        rows.copy(from, to)?;
-                    }
-                }
+                self.layers.iter_mut().try_for_each(|layer| layer.copy(&moves))?;
                 table.commit(base_len + nodes.len() as u32, self.page_rows)
             }
         }
@@ -115,8 +108,14 @@ macro_rules! cache_type {
             /// Tokens beyond its own that a row depends on.
             pub const LOOKAHEAD: usize = $lookahead;
 
-            pub(crate) fn new(layers: usize, tokens: usize, page_rows: usize, width: usize) -> Result<Self> {
-                Ok(Self(PagedLayers::new(layers, tokens, page_rows, width)?))
+            pub(crate) fn new(
+                backend: &Backend,
+                layers: usize,
+                tokens: usize,
+                page_rows: usize,
+                width: usize,
+            ) -> Result<Self> {
+                Ok(Self(PagedLayers::new(backend, layers, tokens, page_rows, width)?))
             }
 
             /// The rows of a layer, for the model that computes them.
@@ -191,14 +190,17 @@ cache_type!(
 
 #[cfg(test)]
 mod tests {
+    use eyrie_kernels::{Cpu, CpuOptions, Isa};
     use proptest::prelude::*;
 
     use super::*;
 
     #[test]
     fn layers_are_refused_for_what_they_need_together() {
+        let cpu = CpuOptions { threads: 1, isa: Isa::best() };
+        let backend = Cpu::new(cpu).unwrap().into();
         let layer = eyrie_region::available_memory() as usize / 2;
-        let error = PagedLayers::new(1000, layer / (64 * 4), 1, 64).unwrap_err().to_string();
+        let error = PagedLayers::new(&backend, 1000, layer / (64 * 4), 1, 64).unwrap_err().to_string();
         assert!(error.starts_with("cache: ") && error.contains("memory available"), "{error}");
         let bytes: usize = error.split(' ').nth(1).unwrap().parse().unwrap();
         assert_eq!(bytes, layer / (64 * 4) * 64 * 4 * 1000, "all layers at once");

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{LayerTensors, TargetCheckpoint, TargetConfig, layer_tensors, model_tensors};
-use eyrie_kernels::{Cpu, Embedding, Linear, PagedRows, Ragged, RmsNorm, Rope, RopeStyle};
+use eyrie_kernels::{Backend, Embedding, Linear, PagedRows, RmsNorm, Rope, RopeStyle, Rows};
 
 use crate::attention::Attention;
 use crate::cache::{Keep, LatentCache};
@@ -30,6 +30,7 @@ struct Layer {
 /// A DeepSeek-V2/V3 text model.
 #[derive(Debug)]
 pub struct DeepSeek {
+    backend: Backend,
     config: TargetConfig,
     shared: SharedWeights,
     embed: Embedding,
@@ -45,10 +46,10 @@ impl DeepSeek {
     pub fn load(
         checkpoint: &TargetCheckpoint,
         shared: SharedWeights,
-        cpu: &Cpu,
+        backend: &Backend,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self> {
-        Self::load_as(checkpoint.config().clone(), checkpoint, shared, cpu, progress)
+        Self::load_as(checkpoint.config().clone(), checkpoint, shared, backend, progress)
     }
 
     /// As [`load`](Self::load), reading the weights under `config` instead of the checkpoint's own: for trying
@@ -57,11 +58,11 @@ impl DeepSeek {
         config: TargetConfig,
         checkpoint: &TargetCheckpoint,
         shared: SharedWeights,
-        cpu: &Cpu,
+        backend: &Backend,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Self> {
         shared.check(config.vocab_size, config.hidden_size)?;
-        let mut loader = Loader::new(checkpoint, cpu, progress)?;
+        let mut loader = Loader::new(checkpoint, backend, progress)?;
         let rope = rope_spec(&config.rope, config.qk_rope_head_dim, RopeStyle::Interleaved);
         let rope = Arc::new(Rope::new(rope)?);
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
@@ -69,8 +70,8 @@ impl DeepSeek {
             layers.push(Layer::load(&mut loader, &config, &rope, &layer_tensors(&config, index))?);
         }
         let norm = loader.norm(&model_tensors(&config).norm, config.rms_norm_eps)?;
-        let (embed, head) = (shared.embedding()?, shared.head(cpu)?);
-        Ok(Self { config, shared, embed, layers, norm, head, capture: None })
+        let (embed, head) = (shared.embedding(backend)?, shared.head(backend)?);
+        Ok(Self { backend: backend.clone(), config, shared, embed, layers, norm, head, capture: None })
     }
 
     /// [`TargetModel::forward`], recording into `trace` what was computed on the way.
@@ -92,17 +93,24 @@ impl DeepSeek {
             if let Some(trace) = trace.as_deref_mut() {
                 trace.resid.push(h.clone());
             }
-            h = layer.forward(index, &h, cache.layer(index), &plan.ragged, trace.as_deref_mut())?;
+            h = layer.forward(
+                &self.backend,
+                index,
+                &h,
+                cache.layer(index),
+                &plan.layout,
+                trace.as_deref_mut(),
+            )?;
         }
         captured.stream(self.layers.len(), &h);
         if let Some(trace) = trace {
             trace.resid.push(h.clone());
         }
         let logits = match plan.wants_logits() {
-            true => Some(self.head.forward(&self.norm.forward(&plan.select(&h)?)?)?),
+            true => Some(self.head.forward_f32(&self.norm.forward(&plan.select(&self.backend, &h)?)?)?),
             false => None,
         };
-        let aux = captured.into_aux(self.config.hidden_size)?;
+        let aux = captured.into_aux(&self.backend, self.config.hidden_size)?;
         Ok(ForwardOut { logits, logit_rows: plan.logit_rows, aux, rows: plan.rows })
     }
 
@@ -136,7 +144,7 @@ impl DeepSeek {
                 logits: rows.logits,
             })
             .collect();
-        RowPlan::build(&blocks, cache.page_rows())
+        RowPlan::build(&self.backend, &blocks, cache.page_rows())
     }
 }
 
@@ -162,19 +170,21 @@ impl Layer {
 
     fn forward(
         &self,
+        backend: &Backend,
         index: usize,
         h: &Tensor,
         cache: &mut PagedRows,
-        rows: &Ragged,
+        rows: &Rows,
         trace: Option<&mut Trace>,
     ) -> Result<Tensor> {
-        let h = (h + self.attention.forward(&self.attention_norm.forward(h)?, cache, rows)?)?;
+        let attended = self.attention.forward(&self.attention_norm.forward(h)?, cache, rows)?;
+        let h = backend.add(h, &attended)?;
         let x = self.ffn_norm.forward(&h)?;
-        let (y, routes) = self.ffn.forward(&x)?;
-        if let (Some(trace), Some(routes)) = (trace, routes) {
-            trace.routes.push(LayerRoutes { layer: index, input: x, routes });
+        let (y, routing) = self.ffn.forward(&x)?;
+        if let (Some(trace), Some(routing)) = (trace, routing) {
+            trace.routes.push(LayerRoutes { layer: index, input: x, routes: routing.to_host()? });
         }
-        Ok((h + y)?)
+        Ok(backend.add(&h, &y)?)
     }
 }
 
@@ -195,11 +205,12 @@ impl<'a> Captured<'a> {
         }
     }
 
-    fn into_aux(self, hidden: usize) -> Result<Option<Aux>> {
+    fn into_aux(self, backend: &Backend, hidden: usize) -> Result<Option<Aux>> {
         if self.streams.is_empty() {
             return Ok(None);
         }
-        Ok(Some(Aux::new(Tensor::cat(&self.streams, 1)?, self.ids.len() * hidden)?))
+        let streams: Vec<&Tensor> = self.streams.iter().collect();
+        Ok(Some(Aux::new(backend.beside(&streams)?, self.ids.len() * hidden)?))
     }
 }
 
@@ -222,7 +233,13 @@ impl TargetModel for DeepSeek {
     }
 
     fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<LatentCache> {
-        LatentCache::new(self.layers.len(), tokens, page_rows, LatentCache::width(&self.config))
+        LatentCache::new(
+            &self.backend,
+            self.layers.len(),
+            tokens,
+            page_rows,
+            LatentCache::width(&self.config),
+        )
     }
 
     fn forward(&mut self, batch: &[SeqRows<'_>], cache: &mut LatentCache) -> Result<ForwardOut> {

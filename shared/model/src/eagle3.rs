@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{DraftCheckpoint, DraftConfig, EmbedSource, HeadSource};
-use eyrie_kernels::{Cpu, Embedding, GqaSpec, Linear, Mlp, RmsNorm, Rope, RopeStyle, gqa};
+use eyrie_kernels::{Backend, Embedding, GqaSpec, Linear, Mlp, RmsNorm, Rope, RopeStyle, gqa};
 
 use crate::cache::DraftCache;
 use crate::error::{ModelError, Result};
@@ -53,7 +53,7 @@ pub struct DraftOut {
 #[derive(Debug)]
 pub struct HeadWeights {
     config: DraftConfig,
-    cpu: Cpu,
+    backend: Backend,
     target_ids: Option<Vec<u32>>,
     /// `None`: the target's.
     embed: Option<Arc<Embedding>>,
@@ -89,14 +89,16 @@ struct DraftLayer {
 
 impl HeadWeights {
     /// Packs what the draft's files hold.
-    pub fn load(checkpoint: &DraftCheckpoint, cpu: &Cpu) -> Result<Self> {
+    pub fn load(checkpoint: &DraftCheckpoint, backend: &Backend) -> Result<Self> {
         let config = checkpoint.config().clone();
-        let linear = |name: &str| -> Result<Linear> { Ok(Linear::pack(cpu, &checkpoint.linear(name)?)?) };
+        let linear = |name: &str| -> Result<Linear> { Ok(Linear::pack(backend, &checkpoint.linear(name)?)?) };
         let norm = |name: &str| -> Result<RmsNorm> {
-            Ok(RmsNorm::new(cpu, checkpoint.vector(&format!("{name}.weight"))?, config.rms_norm_eps)?)
+            Ok(RmsNorm::new(backend, checkpoint.vector(&format!("{name}.weight"))?, config.rms_norm_eps)?)
         };
         let embed = match checkpoint.embed_source() {
-            EmbedSource::File => Some(Arc::new(Embedding::new(&checkpoint.linear("embed_tokens")?)?)),
+            EmbedSource::File => {
+                Some(Arc::new(Embedding::new(backend, &checkpoint.linear("embed_tokens")?)?))
+            }
             EmbedSource::Target => None,
         };
         let head = match checkpoint.head_source() {
@@ -107,7 +109,7 @@ impl HeadWeights {
         let target_ids = checkpoint.target_ids().map(<[u32]>::to_vec);
         let layer = DraftLayer::load(&config, &linear, &norm)?;
         let norm = norm("norm")?;
-        Ok(Self { config, cpu: cpu.clone(), target_ids, embed, fc, layer, norm, head })
+        Ok(Self { config, backend: backend.clone(), target_ids, embed, fc, layer, norm, head })
     }
 }
 
@@ -117,9 +119,9 @@ impl Eagle3Head {
         checkpoint: &DraftCheckpoint,
         capture: &CaptureSet,
         shared: &SharedWeights,
-        cpu: &Cpu,
+        backend: &Backend,
     ) -> Result<Self> {
-        Self::over(Arc::new(HeadWeights::load(checkpoint, cpu)?), capture, shared)
+        Self::over(Arc::new(HeadWeights::load(checkpoint, backend)?), capture, shared)
     }
 
     /// Puts a draft's own weights over a target's: the embedding and, for a draft that owns none, the head are
@@ -131,7 +133,7 @@ impl Eagle3Head {
             Some(embed) => Arc::clone(embed),
             None => {
                 require_equal("width of the borrowed embedding", config.hidden_size, shared.hidden())?;
-                Arc::new(shared.embedding()?)
+                Arc::new(shared.embedding(&own.backend)?)
             }
         };
         let head = match &own.head {
@@ -139,7 +141,7 @@ impl Eagle3Head {
             None => {
                 require_equal("width of the borrowed head", config.hidden_size, shared.hidden())?;
                 require_equal("rows of the borrowed head", config.draft_vocab_size, shared.vocab())?;
-                Arc::new(shared.head(&own.cpu)?)
+                Arc::new(shared.head(&own.backend)?)
             }
         };
         require_equal("draft vocab_size", shared.vocab(), config.vocab_size)?;
@@ -151,6 +153,11 @@ impl Eagle3Head {
     /// The draft's config.
     pub fn config(&self) -> &DraftConfig {
         &self.own.config
+    }
+
+    /// Where it computes.
+    pub fn backend(&self) -> &Backend {
+        &self.own.backend
     }
 
     /// The target streams this head was trained on.
@@ -180,7 +187,7 @@ impl Eagle3Head {
     /// A cache for `tokens` slots (rounded up to whole pages) in pages of `page_rows`; errors when either is 0 or the
     /// bytes cannot be addressed.
     pub fn new_cache(&self, tokens: usize, page_rows: usize) -> Result<DraftCache> {
-        DraftCache::new(1, tokens, page_rows, self.own.layer.attention.cache_width())
+        DraftCache::new(&self.own.backend, 1, tokens, page_rows, self.own.layer.attention.cache_width())
     }
 
     /// `fc` over captured rows: `[R, A·Ht]` to `[R, H]`.
@@ -234,13 +241,11 @@ impl Eagle3Head {
         let plan = self.plan(cache, batch, &tensor, logits)?;
         let tokens: Vec<u32> = batch.iter().flat_map(|rows| rows.tokens).copied().collect();
         let features: Vec<&Tensor> = batch.iter().map(|rows| tensor(rows.feature)).collect();
-        let feature = match features.as_slice() {
-            [one] => (*one).clone(),
-            many => Tensor::cat(many, 0)?,
-        };
+        let backend = &self.own.backend;
+        let feature = backend.below(&features)?;
         let token = self.embed.lookup(&tokens)?;
-        let state = self.own.layer.forward(&self.own.cpu, &token, &feature, cache, &plan)?;
-        let mut logits = self.head.forward(&self.own.norm.forward(&plan.select(&state)?)?)?;
+        let state = self.own.layer.forward(backend, &token, &feature, cache, &plan)?;
+        let mut logits = self.head.forward_f32(&self.own.norm.forward(&plan.select(backend, &state)?)?)?;
         if self.own.config.logit_scale != 1.0 {
             logits = logits.affine(self.own.config.logit_scale, 0.0)?;
         }
@@ -271,7 +276,7 @@ impl Eagle3Head {
                 logits,
             })
             .collect();
-        RowPlan::build(&blocks, cache.page_rows())
+        RowPlan::build(&self.own.backend, &blocks, cache.page_rows())
     }
 }
 
@@ -338,7 +343,7 @@ impl DraftLayer {
     /// Pre-norm output `[R, H]` of the rows; `token` and `feature` are `[R, H]`.
     fn forward(
         &self,
-        cpu: &Cpu,
+        backend: &Backend,
         token: &Tensor,
         feature: &Tensor,
         cache: &mut DraftCache,
@@ -346,11 +351,11 @@ impl DraftLayer {
     ) -> Result<Tensor> {
         let normed = self.feature_norm.forward(feature)?;
         let residual = if self.norm_before_residual { &normed } else { feature };
-        let u = Tensor::cat(&[&self.token_norm.forward(token)?, &normed], 1)?;
+        let u = backend.beside(&[&self.token_norm.forward(token)?, &normed])?;
         let (q, k, v) = (self.q.forward(&u)?, self.k.forward(&u)?, self.v.forward(&u)?);
-        let heads = gqa(cpu, &self.attention, &q, &k, &v, cache.layer(0), &plan.ragged)?;
-        let h = (residual + self.o.forward(&heads)?)?;
+        let heads = gqa(backend, &self.attention, &q, &k, &v, cache.layer(0), &plan.layout)?;
+        let h = backend.add(residual, &self.o.forward(&heads)?)?;
         let y = self.mlp.forward(&self.mlp_norm.forward(&h)?)?;
-        Ok((h + y)?)
+        Ok(backend.add(&h, &y)?)
     }
 }

@@ -3,7 +3,7 @@
 use eyrie_checkpoint::{
     LinearSpec, MlpTensors, MoeConfig, RopeConfig, TargetCheckpoint, VectorSpec, WeightView, model_tensors,
 };
-use eyrie_kernels::{Cpu, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouterSpec};
+use eyrie_kernels::{Backend, ExpertViews, Linear, Mlp, RmsNorm, RopeSpec, RopeStyle, RouterSpec};
 
 use crate::error::Result;
 use crate::types::Progress;
@@ -11,7 +11,7 @@ use crate::types::Progress;
 /// Reads one checkpoint's tensors into packed weights.
 pub(crate) struct Loader<'a> {
     checkpoint: &'a TargetCheckpoint,
-    cpu: &'a Cpu,
+    backend: &'a Backend,
     progress: &'a mut dyn FnMut(Progress),
     done: u64,
     total: u64,
@@ -21,7 +21,7 @@ impl<'a> Loader<'a> {
     /// A loader of everything but the embedding and head: shared weights hold them, and they count as read.
     pub(crate) fn new(
         checkpoint: &'a TargetCheckpoint,
-        cpu: &'a Cpu,
+        backend: &'a Backend,
         progress: &'a mut dyn FnMut(Progress),
     ) -> Result<Self> {
         let shared = model_tensors(checkpoint.config());
@@ -29,11 +29,11 @@ impl<'a> Loader<'a> {
         if shared.head != shared.embed {
             done += checkpoint.linear(&shared.head.name)?.bytes().len() as u64;
         }
-        Ok(Self { checkpoint, cpu, progress, done, total: checkpoint.account().loaded.bytes })
+        Ok(Self { checkpoint, backend, progress, done, total: checkpoint.account().loaded.bytes })
     }
 
-    pub(crate) fn cpu(&self) -> &Cpu {
-        self.cpu
+    pub(crate) fn backend(&self) -> &Backend {
+        self.backend
     }
 
     /// A weight where it lies in its file, to be packed by the caller.
@@ -45,11 +45,11 @@ impl<'a> Loader<'a> {
 
     pub(crate) fn linear(&mut self, spec: &LinearSpec) -> Result<Linear> {
         let view = self.view(spec)?;
-        Ok(Linear::pack(self.cpu, &view)?)
+        Ok(Linear::pack(self.backend, &view)?)
     }
 
     pub(crate) fn mlp(&mut self, spec: &MlpTensors) -> Result<Mlp> {
-        Ok(Mlp::pack(self.cpu, &self.mlp_views(spec)?)?)
+        Ok(Mlp::pack(self.backend, &self.mlp_views(spec)?)?)
     }
 
     pub(crate) fn mlp_views(&mut self, spec: &MlpTensors) -> Result<ExpertViews> {
@@ -67,7 +67,7 @@ impl<'a> Loader<'a> {
     }
 
     pub(crate) fn norm(&mut self, spec: &VectorSpec, eps: f64) -> Result<RmsNorm> {
-        Ok(RmsNorm::new(self.cpu, self.vector(spec)?, eps)?)
+        Ok(RmsNorm::new(self.backend, self.vector(spec)?, eps)?)
     }
 
     fn count(&mut self, bytes: usize) {

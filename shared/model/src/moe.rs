@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{FfnTensors, MoeConfig, MoeTensors, TargetConfig};
-use eyrie_kernels::{Experts, Mlp, Router, Routes, moe};
+use eyrie_kernels::{Experts, Mlp, Router, Routing, moe};
 
 use crate::error::{ModelError, Result};
 use crate::loader::{Loader, router_spec};
@@ -32,19 +32,19 @@ impl FeedForward {
         let router = Router::new(router_spec(config), gate, bias)?;
         let views =
             tensors.experts.iter().map(|expert| loader.mlp_views(expert)).collect::<Result<Vec<_>>>()?;
-        let experts = Experts::pack(loader.cpu(), views)?;
+        let experts = Experts::pack(loader.backend(), &views)?;
         let shared = tensors.shared.as_ref().map(|mlp| loader.mlp(mlp)).transpose()?;
         Ok(Self::Moe { router, experts, shared })
     }
 
     /// `x` `[R, H]` normed; returns `[R, H]` and, for a MoE layer, the routes taken.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Routes>)> {
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<(Tensor, Option<Routing>)> {
         match self {
             Self::Dense(mlp) => Ok((mlp.forward(x)?, None)),
             Self::Moe { router, experts, shared } => {
-                let routes = router.route(x)?;
-                let y = moe(x, &routes, experts, shared.as_ref())?;
-                Ok((y, Some(routes)))
+                let routing = router.route(x)?;
+                let y = moe(x, &routing, experts, shared.as_ref())?;
+                Ok((y, Some(routing)))
             }
         }
     }

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
-use eyrie_kernels::{Ragged, RowRef};
+use candle_core::Tensor;
+use eyrie_kernels::{Backend, Ragged, RowRef, Rows};
 
 use crate::error::{ModelError, Result};
 use crate::pages::SeqTable;
@@ -58,9 +58,9 @@ pub(crate) enum Shape<'a> {
     Tree(&'a dyn Fn(usize) -> Option<usize>),
 }
 
-/// The layout of a batch: one [`Ragged`] for every layer, and where logits and rows of each sequence lie.
+/// The layout of a batch: one set of [`Rows`] for every layer, and where logits and rows of each sequence lie.
 pub(crate) struct RowPlan {
-    pub(crate) ragged: Ragged,
+    pub(crate) layout: Rows,
     pub(crate) rows: Vec<Range<usize>>,
     pub(crate) logit_rows: Vec<Range<usize>>,
     /// Indices of the rows that get logits, or `None` when all do.
@@ -68,7 +68,7 @@ pub(crate) struct RowPlan {
 }
 
 impl RowPlan {
-    pub(crate) fn build(blocks: &[Block<'_>], page_rows: usize) -> Result<Self> {
+    pub(crate) fn build(backend: &Backend, blocks: &[Block<'_>], page_rows: usize) -> Result<Self> {
         let mut ragged = Ragged { page_rows, ..Ragged::default() };
         let (mut rows, mut logit_rows, mut selected) = (Vec::new(), Vec::new(), Vec::new());
         for (sequence, block) in blocks.iter().enumerate() {
@@ -86,7 +86,7 @@ impl RowPlan {
             logit_rows.push(start..selected.len());
         }
         let selected = (selected.len() < ragged.rows.len()).then_some(selected);
-        Ok(Self { ragged, rows, logit_rows, selected })
+        Ok(Self { layout: Rows::new(backend, ragged)?, rows, logit_rows, selected })
     }
 
     /// Whether any row gets logits.
@@ -95,13 +95,10 @@ impl RowPlan {
     }
 
     /// The rows of `hidden` that get logits; at least one must want them.
-    pub(crate) fn select(&self, hidden: &Tensor) -> Result<Tensor> {
+    pub(crate) fn select(&self, backend: &Backend, hidden: &Tensor) -> Result<Tensor> {
         match &self.selected {
             None => Ok(hidden.clone()),
-            Some(ids) => {
-                let ids = Tensor::from_slice(ids, ids.len(), &Device::Cpu)?;
-                Ok(hidden.index_select(&ids, 0)?)
-            }
+            Some(rows) => Ok(backend.select(hidden, rows)?),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use eyrie_checkpoint::{Layout, TargetCheckpoint, WeightView, model_tensors};
-use eyrie_kernels::{Cpu, Embedding, Linear};
+use eyrie_kernels::{Backend, Embedding, Linear};
 use eyrie_region::{ALIGN, Epoch, Grant, GrantError, Local, Memfd, MemfdBuilder, Region, TensorGrant};
 
 use crate::error::{ModelError, Result};
@@ -159,14 +159,14 @@ impl SharedWeights {
         hasher.finalize().into()
     }
 
-    pub(crate) fn embedding(&self) -> Result<Embedding> {
-        Ok(Embedding::new(&self.embed)?)
+    pub(crate) fn embedding(&self, backend: &Backend) -> Result<Embedding> {
+        Ok(Embedding::new(backend, &self.embed)?)
     }
 
-    pub(crate) fn head(&self, cpu: &Cpu) -> Result<Linear> {
+    pub(crate) fn head(&self, backend: &Backend) -> Result<Linear> {
         Ok(match self.head.layout {
-            Layout::Bf16Tile16 => Linear::from_tiles(cpu, &self.head)?,
-            _ => Linear::pack(cpu, &self.head)?,
+            Layout::Bf16Tile16 => Linear::borrow(backend, &self.head)?,
+            _ => Linear::pack(backend, &self.head)?,
         })
     }
 

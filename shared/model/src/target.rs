@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{Architecture, TargetCheckpoint, TargetConfig};
-use eyrie_kernels::Cpu;
+use eyrie_kernels::Backend;
 
 use crate::cache::{Keep, LatentCache};
 use crate::deepseek::DeepSeek;
@@ -60,10 +60,10 @@ pub struct ForwardOut {
 pub fn load_target(
     checkpoint: &TargetCheckpoint,
     shared: SharedWeights,
-    cpu: &Cpu,
+    backend: &Backend,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Box<dyn TargetModel>> {
-    let text = DeepSeek::load(checkpoint, shared, cpu, progress)?;
+    let text = DeepSeek::load(checkpoint, shared, backend, progress)?;
     Ok(match checkpoint.config().architecture {
         Architecture::DeepseekV2 | Architecture::DeepseekV3 => Box::new(text),
         Architecture::KimiK25 => Box::new(KimiK25::new(text)),

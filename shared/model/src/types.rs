@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
-use eyrie_kernels::Routes;
+use candle_core::Tensor;
+use eyrie_kernels::{Backend, Routes};
 
 use crate::error::{ModelError, Result};
 
@@ -15,7 +15,7 @@ macro_rules! rows_type {
         pub struct $name(Tensor);
 
         impl $name {
-            #[doc = concat!("Wraps a contiguous f32 tensor `[rows, width]`; errors unless it has rank 2 and width `width`.")]
+            #[doc = concat!("Wraps a contiguous tensor `[rows, width]`; errors unless it has rank 2 and width `width`.")]
             pub fn new(rows: Tensor, width: usize) -> Result<Self> {
                 let (_, got) = rows.dims2()?;
                 if got != width {
@@ -25,12 +25,11 @@ macro_rules! rows_type {
             }
 
             /// Wraps row-major f32 values; errors unless they are a whole number of rows of `width`.
-            pub fn from_rows(values: Vec<f32>, width: usize) -> Result<Self> {
+            pub fn from_rows(backend: &Backend, values: Vec<f32>, width: usize) -> Result<Self> {
                 if width == 0 || values.len() % width != 0 {
                     return Err(ModelError::Mismatch { what: $what, expected: width, got: values.len() });
                 }
-                let rows = values.len() / width;
-                Ok(Self(Tensor::from_vec(values, (rows, width), &Device::Cpu)?))
+                Ok(Self(backend.activations(values, width)?))
             }
 
             /// The values, `[rows, width]`.
@@ -54,21 +53,15 @@ macro_rules! rows_type {
             }
 
             /// The rows at `indices`, in that order, repeats allowed; errors when one is outside.
-            pub fn select(&self, indices: &[usize]) -> Result<Self> {
-                let ids: Vec<u32> = indices.iter().map(|&i| i as u32).collect();
-                let ids = Tensor::from_vec(ids, indices.len(), self.0.device())?;
-                Ok(Self(self.0.index_select(&ids, 0)?))
+            pub fn select(&self, backend: &Backend, indices: &[usize]) -> Result<Self> {
+                let rows: Vec<u32> = indices.iter().map(|&i| i as u32).collect();
+                Ok(Self(backend.select(&self.0, &rows)?))
             }
 
             /// All rows of `parts`, one below the other; errors on an empty list or different widths.
-            pub fn concat(parts: &[&Self]) -> Result<Self> {
-                match parts {
-                    [one] => Ok((*one).clone()),
-                    _ => {
-                        let parts: Vec<&Tensor> = parts.iter().map(|part| &part.0).collect();
-                        Ok(Self(Tensor::cat(&parts, 0)?))
-                    }
-                }
+            pub fn concat(backend: &Backend, parts: &[&Self]) -> Result<Self> {
+                let parts: Vec<&Tensor> = parts.iter().map(|part| &part.0).collect();
+                Ok(Self(backend.below(&parts)?))
             }
 
             /// The values in row-major order.
@@ -80,17 +73,17 @@ macro_rules! rows_type {
 }
 
 rows_type!(
-    /// Captured residual streams of the target, `[rows, A·Ht]` f32: the capture set's ids by depth, side by side.
+    /// Captured residual streams of the target, `[rows, A·Ht]`: the capture set's ids by depth, side by side.
     Aux,
     "aux row width"
 );
 rows_type!(
-    /// [`Aux`] rows after the draft's `fc`, `[rows, H]` f32: what an extend takes.
+    /// [`Aux`] rows after the draft's `fc`, `[rows, H]`: what an extend takes.
     Feature,
     "feature row width"
 );
 rows_type!(
-    /// The draft's own output before its final norm, `[rows, H]` f32: what a step takes.
+    /// The draft's own output before its final norm, `[rows, H]`: what a step takes.
     DraftState,
     "draft state row width"
 );

@@ -97,10 +97,10 @@ impl Growth {
     }
 
     /// The rows to run next; `None` when the proposal is complete.
-    pub(crate) fn next(&mut self) -> Result<Option<StepRows>, EngineError> {
+    pub(crate) fn next(&mut self, head: &Eagle3Head) -> Result<Option<StepRows>, EngineError> {
         match self {
             Self::Chain(chain) => Ok(chain.next()),
-            Self::Tree(tree) => tree.next(),
+            Self::Tree(tree) => tree.next(head),
         }
     }
 
@@ -146,14 +146,14 @@ impl Chain {
 }
 
 impl Tree {
-    fn next(&mut self) -> Result<Option<StepRows>, EngineError> {
+    fn next(&mut self, head: &Eagle3Head) -> Result<Option<StepRows>, EngineError> {
         let beam = self.grower.beam();
         if beam.is_empty() {
             return Ok(None);
         }
         let rows: Vec<usize> = beam.iter().map(|node| node.parent_row).collect();
         let tokens = beam.iter().map(|node| node.token).collect();
-        let states = self.states.select(&rows)?;
+        let states = self.states.select(head.backend(), &rows)?;
         let offset = self.parents.len();
         // `TreeShape` bounds levels and beam, so every node number fits.
         self.parents.extend(rows.iter().map(|row| (self.first_node + row) as u16));

@@ -145,10 +145,13 @@ impl Tokens {
 
 #[cfg(test)]
 mod tests {
+    use eyrie_kernels::{Cpu, CpuOptions, Isa};
+
     use super::*;
 
     fn feature() -> Feature {
-        Feature::from_rows(vec![0.0; 4], 4).unwrap()
+        let cpu = CpuOptions { threads: 1, isa: Isa::best() };
+        Feature::from_rows(&Cpu::new(cpu).unwrap().into(), vec![0.0; 4], 4).unwrap()
     }
 
     #[test]

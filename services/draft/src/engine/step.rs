@@ -100,11 +100,11 @@ impl Step<'_> {
         let logits = rows_of(&out.logits)?;
         let mut states = Vec::with_capacity(jobs.len());
         for ((job, part), rows) in jobs.iter_mut().zip(&parts).zip(&out.rows) {
-            let last = part.feature.select(&[part.feature.rows() - 1])?;
+            let last = part.feature.slice(part.feature.rows() - 1..part.feature.rows())?;
             let committed = job.sequence.slot(part.end);
             self.cache.keep(&mut job.sequence.table, Keep::Len(committed))?;
             job.sequence.advance(part.end, last);
-            states.push(out.states.select(&[rows.end - 1])?);
+            states.push(out.states.slice(rows.end - 1..rows.end)?);
         }
         self.pace.observe(out.states.rows(), begun.elapsed());
         Ok((logits, states))
@@ -122,7 +122,10 @@ impl Step<'_> {
             aux.extend_from_slice(job.take_rows(rows));
             counts.push(rows);
         }
-        let fused = if aux.is_empty() { None } else { Some(self.head.fuse(&Aux::from_rows(aux, width)?)?) };
+        let fused = match aux.is_empty() {
+            true => None,
+            false => Some(self.head.fuse(&Aux::from_rows(self.head.backend(), aux, width)?)?),
+        };
         let mut next = 0;
         let mut parts = Vec::with_capacity(jobs.len());
         for (job, rows) in jobs.iter().zip(counts) {
@@ -145,7 +148,7 @@ impl Step<'_> {
         loop {
             let mut stepping = Vec::with_capacity(growing.len());
             for mut grown in growing {
-                match grown.growth.next() {
+                match grown.growth.next(self.head) {
                     Ok(Some(rows)) => stepping.push((grown, rows)),
                     Ok(None) => self.complete(grown),
                     Err(error) => self.fail(vec![grown.job], &error),

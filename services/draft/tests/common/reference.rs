@@ -70,7 +70,7 @@ fn model() -> DeepSeek {
     let checkpoint = TargetCheckpoint::open(&demo("mini")).unwrap();
     let shared = SharedWeights::build(&checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap();
     let cpu = Cpu::new(CpuOptions { threads: 1, isa: Isa::best() }).unwrap();
-    let mut model = DeepSeek::load(&checkpoint, shared, &cpu, &mut |_| {}).unwrap();
+    let mut model = DeepSeek::load(&checkpoint, shared, &cpu.into(), &mut |_| {}).unwrap();
     let capture =
         CaptureSet::new(&AUX_LAYERS.map(|id| id as usize), model.config().num_hidden_layers).unwrap();
     model.set_capture(&capture).unwrap();

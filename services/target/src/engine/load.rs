@@ -61,7 +61,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
     plan.check_memory(checkpoint.config(), available_memory())?;
     let cpu = Cpu::new(CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) })?;
     let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch)?;
-    let model = load_target(&checkpoint, shared, &cpu, progress)?;
+    let model = load_target(&checkpoint, shared, &cpu.into(), progress)?;
     let parts =
         Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
     let fingerprint = fingerprint(&checkpoint, parts);

@@ -3,20 +3,38 @@
 //! Each SIMD kernel is written once over [`Lanes`]; the instruction sets differ only in how one lane
 //! operation is spelled, so their results are bit-identical.
 
-pub(crate) mod attend;
+mod attend;
+mod attention;
 mod avx2;
+mod embedding;
 pub(crate) mod exp;
-pub(crate) mod float;
-pub(crate) mod int4;
+mod float;
+mod gqa;
+mod int4;
 mod lanes;
+mod linear;
+mod mla;
+mod moe;
+mod norm;
+mod paged;
 mod pool;
-pub(crate) mod reduce;
+mod reduce;
+mod router;
+pub(crate) mod tiles;
 
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
+pub(crate) use embedding::Embedding;
+pub(crate) use gqa::gqa;
 pub(crate) use lanes::Lanes;
+pub(crate) use linear::Linear;
+pub(crate) use mla::MlaWeights;
+pub(crate) use moe::{Experts, Mlp};
+pub(crate) use norm::RmsNorm;
+pub(crate) use paged::PagedRows;
+pub(crate) use router::route;
 
 use crate::error::{KernelError, Result, limit};
 

@@ -3,8 +3,8 @@ use std::sync::Arc;
 
 use eyrie_checkpoint::{Layout, WeightView, Yarn};
 use eyrie_kernels::{
-    Cpu, GqaSpec, Isa, MlaDims, MlaWeights, PagedRows, Ragged, RmsNorm, Rope, RopeSpec, RopeStyle, RowRef,
-    gqa, mla,
+    Backend, GqaSpec, Isa, MlaDims, MlaWeights, PagedRows, Ragged, RmsNorm, Rope, RopeSpec, RopeStyle,
+    RowRef, Rows, gqa, mla,
 };
 
 use crate::common::*;
@@ -31,6 +31,10 @@ fn sequences(rng: &mut Rng, lengths: &[usize]) -> (Vec<Sequence>, usize) {
         pages: (0..*count).map(|_| free.swap_remove(rng.below(free.len()))).collect(),
     };
     (counts.iter().map(take).collect(), total)
+}
+
+fn on_cpu(rows: &Ragged) -> Rows {
+    Rows::new(&best(), rows.clone()).unwrap()
 }
 
 /// Rows `range` of one sequence as a prompt; the last `tail` keys of each row spelled as tail slots.
@@ -110,9 +114,9 @@ impl Mla {
         Mla { dims, rope, gain: rng.values(dims.kv_lora, 2.0), view, kv_b }
     }
 
-    fn weights(&self, cpu: &Cpu) -> MlaWeights {
+    fn weights(&self, cpu: &Backend) -> MlaWeights {
         let norm = RmsNorm::new(cpu, self.gain.clone(), 1e-6).unwrap();
-        MlaWeights::new(self.dims, norm, &self.view, Arc::new(Rope::new(self.rope).unwrap())).unwrap()
+        MlaWeights::new(cpu, self.dims, norm, &self.view, Arc::new(Rope::new(self.rope).unwrap())).unwrap()
     }
 
     fn widths(&self) -> (usize, usize, usize) {
@@ -182,10 +186,10 @@ fn mla_matches_expanded_float64() {
             let (sequences, pages) = sequences(&mut rng, &[len]);
             let mut rows = Ragged::default();
             prompt(&mut rows, &sequences[0], 0..len, 0);
-            let mut cache = PagedRows::new(pages, PAGE, kv_width).unwrap();
+            let mut cache = PagedRows::new(&best(), pages, PAGE, kv_width).unwrap();
             let cpu = best();
             let (q_t, kv_t) = (tensor(&q, q_width), tensor(&kv, kv_width));
-            let y = flat(&mla(&cpu, &model.weights(&cpu), &q_t, &kv_t, &mut cache, &rows).unwrap());
+            let y = flat(&mla(&model.weights(&cpu), &q_t, &kv_t, &mut cache, &on_cpu(&rows)).unwrap());
             let positions: Vec<usize> = (0..len).collect();
             for row in 0..len {
                 let seen: Vec<usize> = (0..=row).collect();
@@ -210,17 +214,18 @@ fn mla_bits_survive_chunks_batches_threads_instruction_sets_and_spellings() {
     let (sequences, pages) = sequences(&mut rng, &lengths);
     let data: Vec<(Vec<f32>, Vec<f32>)> =
         lengths.iter().map(|len| (rng.values(len * q_width, 3.0), rng.values(len * kv_width, 2.0))).collect();
-    let run = |cpu: &Cpu, cache: &mut PagedRows, parts: &[(usize, Range<usize>)], tail: usize| -> Vec<u32> {
-        let (mut rows, mut q, mut kv) = (Ragged::default(), Vec::new(), Vec::new());
-        for (s, range) in parts {
-            prompt(&mut rows, &sequences[*s], range.clone(), tail);
-            q.extend(&data[*s].0[range.start * q_width..range.end * q_width]);
-            kv.extend(&data[*s].1[range.start * kv_width..range.end * kv_width]);
-        }
-        let (q, kv) = (tensor(&q, q_width), tensor(&kv, kv_width));
-        bits(&flat(&mla(cpu, &model.weights(cpu), &q, &kv, cache, &rows).unwrap()))
-    };
-    let pool = || PagedRows::new(pages, PAGE, kv_width).unwrap();
+    let run =
+        |cpu: &Backend, cache: &mut PagedRows, parts: &[(usize, Range<usize>)], tail: usize| -> Vec<u32> {
+            let (mut rows, mut q, mut kv) = (Ragged::default(), Vec::new(), Vec::new());
+            for (s, range) in parts {
+                prompt(&mut rows, &sequences[*s], range.clone(), tail);
+                q.extend(&data[*s].0[range.start * q_width..range.end * q_width]);
+                kv.extend(&data[*s].1[range.start * kv_width..range.end * kv_width]);
+            }
+            let (q, kv) = (tensor(&q, q_width), tensor(&kv, kv_width));
+            bits(&flat(&mla(&model.weights(cpu), &q, &kv, cache, &on_cpu(&rows)).unwrap()))
+        };
+    let pool = || PagedRows::new(&best(), pages, PAGE, kv_width).unwrap();
     let one = cpu(1, Isa::best());
     let mut cache = pool();
     let want: Vec<u32> = (0..150).flat_map(|p| run(&one, &mut cache, &[(0, p..p + 1)], 0)).collect();
@@ -252,7 +257,7 @@ fn mla_tree_rows_see_their_ancestors_only() {
         let total = base + parents.len();
         let (q, kv) = (rng.values(total * q_width, 3.0), rng.values(total * kv_width, 2.0));
         let (sequences, pages) = sequences(&mut rng, &[total]);
-        let mut cache = PagedRows::new(pages, PAGE, kv_width).unwrap();
+        let mut cache = PagedRows::new(&best(), pages, PAGE, kv_width).unwrap();
         let cpu = best();
         let weights = model.weights(&cpu);
         let mut committed = Ragged::default();
@@ -261,18 +266,17 @@ fn mla_tree_rows_see_their_ancestors_only() {
             tensor(&x[rows.start * width..rows.end * width], width)
         };
         mla(
-            &cpu,
             &weights,
             &part(&q, q_width, 0..base),
             &part(&kv, kv_width, 0..base),
             &mut cache,
-            &committed,
+            &on_cpu(&committed),
         )
         .unwrap();
         let mut nodes = Ragged::default();
         let seen = tree(&mut nodes, &sequences[0], base, &parents);
         let (q_t, kv_t) = (part(&q, q_width, base..total), part(&kv, kv_width, base..total));
-        let y = flat(&mla(&cpu, &weights, &q_t, &kv_t, &mut cache, &nodes).unwrap());
+        let y = flat(&mla(&weights, &q_t, &kv_t, &mut cache, &on_cpu(&nodes)).unwrap());
         let positions: Vec<usize> =
             (0..base).chain(nodes.rows.iter().map(|row| row.position as usize)).collect();
         for (node, seen) in seen.iter().enumerate() {
@@ -282,24 +286,23 @@ fn mla_tree_rows_see_their_ancestors_only() {
         }
         // An accepted path, moved together, answers the next row as if it had been a chain.
         let path = [0, 1, 4, 6];
-        let mut chain = PagedRows::new(pages, PAGE, kv_width).unwrap();
+        let mut chain = PagedRows::new(&best(), pages, PAGE, kv_width).unwrap();
         mla(
-            &cpu,
             &weights,
             &part(&q, q_width, 0..base),
             &part(&kv, kv_width, 0..base),
             &mut chain,
-            &committed,
+            &on_cpu(&committed),
         )
         .unwrap();
         for (depth, node) in path.into_iter().enumerate() {
             let to = sequences[0].slot(base + depth);
-            cache.copy(sequences[0].slot(base + node), to).unwrap();
+            cache.copy(&[(sequences[0].slot(base + node), to)]).unwrap();
             let mut row = Ragged::default();
             prompt(&mut row, &sequences[0], base + depth..base + depth + 1, 0);
             let index = base + node..base + node + 1;
             let (q_t, kv_t) = (part(&q, q_width, index.clone()), part(&kv, kv_width, index));
-            let alone = flat(&mla(&cpu, &weights, &q_t, &kv_t, &mut chain, &row).unwrap());
+            let alone = flat(&mla(&weights, &q_t, &kv_t, &mut chain, &on_cpu(&row)).unwrap());
             assert_eq!(bits(&alone), bits(&y[node * out_width..][..out_width]), "node {node} as a chain");
             assert_eq!(cache.row(to).unwrap(), chain.row(to).unwrap());
         }
@@ -341,14 +344,14 @@ fn gqa_matches_float64_and_keeps_its_bits() {
             rng.values(len * kv_width, 2.0),
         );
         let (sequences, pages) = sequences(&mut rng, &[len]);
-        let run = |cpu: &Cpu, cache: &mut PagedRows, range: Range<usize>, tail: usize| {
+        let run = |cpu: &Backend, cache: &mut PagedRows, range: Range<usize>, tail: usize| {
             let mut rows = Ragged::default();
             prompt(&mut rows, &sequences[0], range.clone(), tail);
             let part = |x: &[f32], width: usize| tensor(&x[range.start * width..range.end * width], width);
             let (k, v) = (part(&k, kv_width), part(&v, kv_width));
-            flat(&gqa(cpu, &spec, &part(&q, q_width), &k, &v, cache, &rows).unwrap())
+            flat(&gqa(cpu, &spec, &part(&q, q_width), &k, &v, cache, &on_cpu(&rows)).unwrap())
         };
-        let pool = || PagedRows::new(pages, PAGE, spec.cache_width()).unwrap();
+        let pool = || PagedRows::new(&best(), pages, PAGE, spec.cache_width()).unwrap();
         let whole = run(&best(), &mut pool(), 0..len, 0);
         let want: Vec<f64> = (0..len).flat_map(|row| gqa_reference(&spec, &q, &k, &v, row)).collect();
         assert_close(&whole, &want, 1e-5, "gqa");
@@ -378,9 +381,9 @@ fn yarn_scales_the_whole_logit() {
         // Position 0 for all: only the softmax scale can differ.
         rows.rows.iter_mut().for_each(|row| row.position = 0);
         let cpu = best();
-        let mut cache = PagedRows::new(pages, PAGE, kv_width).unwrap();
+        let mut cache = PagedRows::new(&best(), pages, PAGE, kv_width).unwrap();
         let q = tensor(&[q, q].concat(), q_width);
-        flat(&mla(&cpu, &model.weights(&cpu), &q, &tensor(&kv, kv_width), &mut cache, &rows).unwrap())
+        flat(&mla(&model.weights(&cpu), &q, &tensor(&kv, kv_width), &mut cache, &on_cpu(&rows)).unwrap())
     };
     let m = 0.1 * 40f64.ln() + 1.0;
     let scaled: Vec<f32> = q.iter().map(|&q| (f64::from(q) * m * m) as f32).collect();
@@ -403,7 +406,7 @@ fn bad_rows_are_errors_and_write_nothing() {
     let (q_width, kv_width, _) = model.widths();
     let cpu = best();
     let weights = model.weights(&cpu);
-    let mut cache = PagedRows::new(2, PAGE, kv_width).unwrap();
+    let mut cache = PagedRows::new(&best(), 2, PAGE, kv_width).unwrap();
     let (q, kv) = (tensor(&rng.values(q_width, 1.0), q_width), tensor(&rng.values(kv_width, 1.0), kv_width));
     let good = RowRef { position: 0, slot: 3, table: 0..1, prefix: 1, tail: 0..0 };
     let base = Ragged { rows: vec![good.clone()], tables: vec![0], tails: vec![], page_rows: PAGE };
@@ -421,16 +424,17 @@ fn bad_rows_are_errors_and_write_nothing() {
         (Ragged { rows: vec![], ..base.clone() }, "mla: rows is [0], expected 1 rows as in the tensors"),
     ];
     for (rows, want) in cases {
-        let error = mla(&cpu, &weights, &q, &kv, &mut cache, &rows).unwrap_err();
+        let error = mla(&weights, &q, &kv, &mut cache, &on_cpu(&rows)).unwrap_err();
         assert_eq!(error.to_string(), want);
     }
     assert!(cache.row(3).unwrap().iter().all(|&v| v == 0.0));
-    let mut narrow = PagedRows::new(2, PAGE, kv_width - 1).unwrap();
+    let mut narrow = PagedRows::new(&best(), 2, PAGE, kv_width - 1).unwrap();
     assert!(
-        mla(&cpu, &weights, &q, &kv, &mut narrow, &base).unwrap_err().to_string().contains("cache width")
+        mla(&weights, &q, &kv, &mut narrow, &on_cpu(&base)).unwrap_err().to_string().contains("cache width")
     );
+    assert!(cache.copy(&[(3, 4), (0, 32)]).is_err());
+    assert!(cache.row(32).is_err());
     assert!(cache.write(32, &vec![0.0; kv_width]).is_err());
-    assert!(cache.copy(0, 32).is_err());
     assert!(cache.write(0, &[0.0]).is_err());
-    assert!(PagedRows::new(usize::MAX, 2, 2).is_err());
+    assert!(PagedRows::new(&best(), usize::MAX, 2, 2).is_err());
 }

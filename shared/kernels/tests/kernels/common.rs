@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use eyrie_checkpoint::{Dtype, Layout, ScaleView, WeightView};
-use eyrie_kernels::{Cpu, CpuOptions, Isa};
+use eyrie_kernels::{Backend, Cpu, CpuOptions, Isa};
 use eyrie_region::{Region, RegionKind};
 use half::{bf16, f16};
 
@@ -94,16 +94,16 @@ fn int4(rng: &mut Rng, [out, width]: [usize; 2]) -> (WeightView, Vec<f64>) {
     (view, values)
 }
 
-pub(crate) fn cpu(threads: usize, isa: Isa) -> Cpu {
-    Cpu::new(CpuOptions { threads, isa }).unwrap()
+pub(crate) fn cpu(threads: usize, isa: Isa) -> Backend {
+    Cpu::new(CpuOptions { threads, isa }).unwrap().into()
 }
 
-pub(crate) fn best() -> Cpu {
+pub(crate) fn best() -> Backend {
     cpu(2, Isa::best())
 }
 
 /// The variants that must agree bit for bit.
-pub(crate) fn variants() -> Vec<Cpu> {
+pub(crate) fn variants() -> Vec<Backend> {
     vec![
         cpu(1, Isa::best()),
         cpu(2, Isa::best()),
@@ -111,6 +111,11 @@ pub(crate) fn variants() -> Vec<Cpu> {
         cpu(1, Isa::Scalar),
         cpu(2, Isa::Scalar),
     ]
+}
+
+/// Whether a variant is so slow that fewer rows have to do.
+pub(crate) fn is_slow(backend: &Backend) -> bool {
+    matches!(backend, Backend::Cpu(cpu) if cpu.isa() == Isa::Scalar)
 }
 
 pub(crate) fn tensor(values: &[f32], width: usize) -> Tensor {

@@ -77,9 +77,11 @@ fn matches_float64_with_and_without_a_shared_expert() {
             }
             let mut first = None;
             for cpu in variants() {
-                let experts = Experts::pack(&cpu, views.clone()).unwrap();
+                let experts = Experts::pack(&cpu, &views).unwrap();
                 let mlp = Mlp::pack(&cpu, &shared_views).unwrap();
-                let y = moe(&tensor(&x, hidden), &routes, &experts, with_shared.then_some(&mlp)).unwrap();
+                let y =
+                    moe(&tensor(&x, hidden), &routes.clone().into(), &experts, with_shared.then_some(&mlp))
+                        .unwrap();
                 let y = flat(&y);
                 assert_close(&y, &want, 4e-6, &format!("case {case}"));
                 assert_eq!(first.get_or_insert(bits(&y)), &bits(&y));
@@ -97,21 +99,21 @@ fn a_row_does_not_see_its_neighbours() {
     let x = rng.values(512 * hidden, 1.0);
     let routes = routes(&mut rng, 512, 8, 2);
     let one = cpu(1, Isa::best());
-    let (experts, shared) =
-        (Experts::pack(&one, views.clone()).unwrap(), Mlp::pack(&one, &shared_views).unwrap());
+    let (experts, shared) = (Experts::pack(&one, &views).unwrap(), Mlp::pack(&one, &shared_views).unwrap());
     let mut want = Vec::new();
     for (row, x) in x.chunks(hidden).enumerate() {
-        let y = moe(&tensor(x, hidden), &slice(&routes, row..row + 1), &experts, Some(&shared)).unwrap();
+        let y =
+            moe(&tensor(x, hidden), &slice(&routes, row..row + 1).into(), &experts, Some(&shared)).unwrap();
         want.extend(bits(&flat(&y)));
     }
     for cpu in variants() {
         let (experts, shared) =
-            (Experts::pack(&cpu, views.clone()).unwrap(), Mlp::pack(&cpu, &shared_views).unwrap());
+            (Experts::pack(&cpu, &views).unwrap(), Mlp::pack(&cpu, &shared_views).unwrap());
         for rows in WIDTHS {
-            let rows = if cpu.isa() == Isa::Scalar { rows.min(16) } else { rows };
+            let rows = if is_slow(&cpu) { rows.min(16) } else { rows };
             let first = 512 - rows;
             let x = tensor(&x[first * hidden..], hidden);
-            let y = moe(&x, &slice(&routes, first..512), &experts, Some(&shared)).unwrap();
+            let y = moe(&x, &slice(&routes, first..512).into(), &experts, Some(&shared)).unwrap();
             assert!(bits(&flat(&y)) == want[first * hidden..], "{rows} rows on {cpu:?}");
         }
     }
@@ -133,17 +135,17 @@ fn misfits_are_errors() {
     let cpu = best();
     let (good, _) = block(&mut rng, Layout::Bf16, 32, 48);
     let (other, _) = block(&mut rng, Layout::Bf16, 32, 64);
-    let mixed = Experts::pack(&cpu, vec![good.clone(), other]).unwrap_err().to_string();
+    let mixed = Experts::pack(&cpu, &[good.clone(), other]).unwrap_err().to_string();
     assert_eq!(mixed, "moe: expert is [64, 32], expected [48, 32] as expert 0");
     let swapped = ExpertViews { down: good.gate.clone(), ..good.clone() };
     let error = Mlp::pack(&cpu, &swapped).unwrap_err().to_string();
     assert_eq!(error, "moe: down_proj is [48, 32], expected [32, 48]");
-    let experts = Experts::pack(&cpu, vec![good]).unwrap();
+    let experts = Experts::pack(&cpu, &[good]).unwrap();
     let x = tensor(&[0.0; 64], 32);
     let bad_id = Routes { ids: vec![0, 1], weights: vec![1.0; 2], per_token: 1 };
-    let error = moe(&x, &bad_id, &experts, None).unwrap_err().to_string();
+    let error = moe(&x, &bad_id.into(), &experts, None).unwrap_err().to_string();
     assert_eq!(error, "moe: expert id is 1, limit below 1 experts");
     let short = Routes { ids: vec![0], weights: vec![1.0], per_token: 1 };
-    assert!(moe(&x, &short, &experts, None).unwrap_err().to_string().contains("2 rows x 1 experts"));
-    assert!(Experts::pack(&cpu, Vec::new()).is_err());
+    assert!(moe(&x, &short.into(), &experts, None).unwrap_err().to_string().contains("2 rows x 1 experts"));
+    assert!(Experts::pack(&cpu, &[]).is_err());
 }

@@ -149,7 +149,8 @@ fn router_matches_float64_for_every_method() {
         let mut first = None;
         for cpu in variants() {
             let linear = Linear::from_f32(&cpu, &gate, [16, width]).unwrap();
-            let routes = Router::new(spec, linear, bias.clone()).unwrap().route(&tensor(&x, width)).unwrap();
+            let router = Router::new(spec, linear, bias.clone()).unwrap();
+            let routes = router.route(&tensor(&x, width)).unwrap().to_host().unwrap();
             for (row, logits) in logits.chunks(16).enumerate() {
                 let (ids, weights) = reference(&spec, logits, bias.as_deref());
                 assert_eq!(routes.ids[row * 4..][..4], ids, "case {case} row {row}");
@@ -164,8 +165,12 @@ fn router_matches_float64_for_every_method() {
 fn router_ties_go_to_the_lower_index() {
     let cpu = cpu(1, Isa::best());
     let gate = || Linear::from_f32(&cpu, &[0.0; 16 * 8], [16, 8]).unwrap();
-    let routes =
-        Router::new(SPEC, gate(), Some(vec![-1.0; 16])).unwrap().route(&tensor(&[1.0; 8], 8)).unwrap();
+    let routes = Router::new(SPEC, gate(), Some(vec![-1.0; 16]))
+        .unwrap()
+        .route(&tensor(&[1.0; 8], 8))
+        .unwrap()
+        .to_host()
+        .unwrap();
     assert_eq!(routes.ids, [0, 1, 2, 3]);
     assert_eq!(routes.weights, [0.625; 4]);
     let error = Router::new(SPEC, gate(), None).unwrap_err().to_string();

@@ -144,9 +144,9 @@ fn a_tree_of_steps_is_bit_equal_to_the_chains_it_holds() {
             let out = bench.head.step(&mut bench.cache, &[rows]).unwrap();
             (out.states, values(&out.logits))
         };
-    let both = root.select(&[0, 0]).unwrap();
+    let both = root.select(&cpu(1), &[0, 0]).unwrap();
     let (first, logits_1) = level(&mut bench, 23, &[100, 200], &both, Some(&parents[..2]));
-    let crossed = first.select(&[1, 0]).unwrap();
+    let crossed = first.select(&cpu(1), &[1, 0]).unwrap();
     let (_, logits_2) = level(&mut bench, 25, &[300, 400], &crossed, Some(&parents));
     let vocab = bench.head.draft_vocab();
     for (node, chain) in [(0, [100, 400]), (1, [200, 300])] {
@@ -220,7 +220,7 @@ fn bad_rows_are_refused_by_name() {
             bench.head.to_target_id(2048).unwrap_err().to_string(),
             "below the draft vocabulary of 2048, got 2048",
         ),
-        (Aux::from_rows(vec![0.0; 100], 1152).unwrap_err().to_string(), "expected 1152, got 100"),
+        (Aux::from_rows(&cpu(1), vec![0.0; 100], 1152).unwrap_err().to_string(), "expected 1152, got 100"),
     ] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
@@ -246,7 +246,7 @@ fn bad_rows_are_refused_by_name() {
     assert!(error.contains("takes a chain"), "{error}");
     let error = bench.head.extend(&mut bench.cache, &[]).unwrap_err().to_string();
     assert!(error.contains("at least one sequence, got 0"), "{error}");
-    let state = DraftState::from_rows(vec![0.0; 384], 384).unwrap();
+    let state = DraftState::from_rows(&cpu(1), vec![0.0; 384], 384).unwrap();
     let rows = DraftRows {
         table: &table,
         base_slot: 0,

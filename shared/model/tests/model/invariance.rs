@@ -77,7 +77,7 @@ fn chunks_and_threads_do_not_change_a_bit() {
 fn instruction_sets_do_not_change_a_bit() {
     for variant in VARIANTS {
         let expected = expected(variant);
-        let scalar = Cpu::new(CpuOptions { threads: 2, isa: Isa::Scalar }).unwrap();
+        let scalar = Cpu::new(CpuOptions { threads: 2, isa: Isa::Scalar }).unwrap().into();
         let scalar = run(&mut deepseek(&fixture(variant), &scalar), &expected, WHOLE);
         assert_eq!(scalar.logits, run(&mut load(variant, 2), &expected, WHOLE).logits, "{variant}");
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint, TargetConfig};
-use eyrie_kernels::{Cpu, CpuOptions, Isa};
+use eyrie_kernels::{Backend, Cpu, CpuOptions, Isa};
 use eyrie_model::{
     Backing, CaptureSet, DeepSeek, Eagle3Head, ForwardOut, Keep, LatentCache, LogitRows, PageAllocator,
     SeqRows, SeqTable, SharedWeights, TargetModel,
@@ -30,27 +30,27 @@ pub(crate) fn demo(name: &str) -> PathBuf {
     workspace().join("deploy/demo").join(name)
 }
 
-pub(crate) fn cpu(threads: usize) -> Cpu {
-    Cpu::new(CpuOptions { threads, isa: Isa::best() }).unwrap()
+pub(crate) fn cpu(threads: usize) -> Backend {
+    Cpu::new(CpuOptions { threads, isa: Isa::best() }).unwrap().into()
 }
 
 pub(crate) fn shared(checkpoint: &TargetCheckpoint) -> SharedWeights {
     SharedWeights::build(checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap()
 }
 
-pub(crate) fn deepseek(dir: &Path, cpu: &Cpu) -> DeepSeek {
+pub(crate) fn deepseek(dir: &Path, cpu: &Backend) -> DeepSeek {
     deepseek_as(dir, cpu, |_| {})
 }
 
 /// The model in `dir` under a config that `change` has edited.
-pub(crate) fn deepseek_as(dir: &Path, cpu: &Cpu, change: impl FnOnce(&mut TargetConfig)) -> DeepSeek {
+pub(crate) fn deepseek_as(dir: &Path, cpu: &Backend, change: impl FnOnce(&mut TargetConfig)) -> DeepSeek {
     let checkpoint = TargetCheckpoint::open(dir).unwrap();
     let mut config = checkpoint.config().clone();
     change(&mut config);
     DeepSeek::load_as(config, &checkpoint, shared(&checkpoint), cpu, &mut |_| {}).unwrap()
 }
 
-pub(crate) fn draft(dir: &Path, capture: &CaptureSet, shared: &SharedWeights, cpu: &Cpu) -> Eagle3Head {
+pub(crate) fn draft(dir: &Path, capture: &CaptureSet, shared: &SharedWeights, cpu: &Backend) -> Eagle3Head {
     Eagle3Head::load(&DraftCheckpoint::open(dir).unwrap(), capture, shared, cpu).unwrap()
 }
 

@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
-use crate::cpu::attend::{HEADS, Keys, attend};
-use crate::cpu::{Cpu, Shared};
+use super::attend::{HEADS, Keys, attend};
+use super::paged::PagedRows;
+use super::tiles::even_chunks;
+use super::{Cpu, Shared};
 use crate::error::Result;
-use crate::paged::{PagedRows, Ragged};
-use crate::tiles::even_chunks;
+use crate::rows::Ragged;
 
 /// Where the heads find their keys and values inside a cached row.
 #[derive(Debug, Clone, Copy)]

@@ -7,9 +7,9 @@ use eyrie_checkpoint::{Dtype, Layout, WeightView};
 use eyrie_region::{Local, Region};
 use half::{bf16, f16};
 
-use crate::cpu::Isa;
-use crate::cpu::float::{self, FloatTiles};
-use crate::cpu::int4::{self, GROUP, GROUP_BYTES, Int4Tiles};
+use super::Isa;
+use super::float::{self, FloatTiles};
+use super::int4::{self, GROUP, GROUP_BYTES, Int4Tiles};
 use crate::error::{KernelError, Result, limit, shape};
 
 /// Outputs of one tile.
