@@ -8,8 +8,8 @@ use eyrie_wire::v1::generation_client::GenerationClient;
 use tonic::transport::Channel;
 
 /// Half of the requests speculate.
-fn request(prompt: &[u32], n: u64) -> Asked {
-    let asked = ask(prompt, 4);
+fn request(prompts: &[Vec<u32>], n: u64) -> Asked {
+    let asked = ask(&prompts[n as usize % prompts.len()], 4);
     if n.is_multiple_of(2) { asked.chain(3) } else { asked.sampled(0.8, n) }
 }
 
@@ -36,16 +36,19 @@ async fn settled(pids: [u32; 3]) -> [u64; 3] {
     .await
 }
 
-/// This many requests one by one, then a burst.
-async fn serve(client: &GenerationClient<Channel>, prompts: &[Vec<u32>], requests: u64) {
-    let prompt = |n: u64| &prompts[n as usize % prompts.len()];
-    let mut one = client.clone();
+/// One by one.
+async fn in_turn(client: &GenerationClient<Channel>, prompts: &[Vec<u32>], requests: u64) {
+    let mut client = client.clone();
     for n in 0..requests {
-        request(prompt(n), n).run(&mut one).await.unwrap();
+        request(prompts, n).run(&mut client).await.unwrap();
     }
+}
+
+/// All at once.
+async fn at_once(client: &GenerationClient<Channel>, prompts: &[Vec<u32>], requests: u64) {
     let mut all = tokio::task::JoinSet::new();
-    for n in 0..200 {
-        let (asked, mut client) = (request(prompt(n), n), client.clone());
+    for n in 0..requests {
+        let (asked, mut client) = (request(prompts, n), client.clone());
         all.spawn(async move { asked.run(&mut client).await.unwrap() });
     }
     all.join_all().await;
@@ -59,9 +62,11 @@ async fn thousands_of_requests_leave_no_memory_behind() {
     let one = client(&ready.grpc).await;
     let prompts: Vec<Vec<u32>> =
         goldens().into_iter().map(|golden| golden.prompt_ids[..8].to_vec()).collect();
-    serve(&one, &prompts, 200).await;
+    in_turn(&one, &prompts, 200).await;
+    // Read at rest each time: work in flight holds memory, and what it has freed is given back only after it.
     let warm = settled(pids).await;
-    serve(&one, &prompts, 2000).await;
+    in_turn(&one, &prompts, 2000).await;
+    at_once(&one, &prompts, 200).await;
     let busy = pids.map(resident);
     let end = settled(pids).await;
     println!("gateway, target, draft in KiB: {warm:?} warm, {busy:?} at the end, {end:?} at rest");

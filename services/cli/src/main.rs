@@ -46,6 +46,8 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    // Before the runtime's threads.
+    eyrie_region::share_heap();
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.enable_all().max_blocking_threads(blocking_threads()).build()?;
     let code = runtime.block_on(async {

@@ -30,7 +30,7 @@ pub use lease::{Lease, LeaseId, LeaseTable};
 pub use ledger::{Importer, Ledger};
 pub use local::Local;
 pub use memfd::{ImportedMemfd, Memfd, MemfdBuilder};
-pub use memory::{available_memory, check_memory, trim_heap};
+pub use memory::{available_memory, check_memory, share_heap, trim_heap};
 pub use region::{ALIGN, Region, RegionKind, UnknownKind, align_up};
 pub use resident::Resident;
 pub use ring::{RingError, RingGeometry, RingReader, RingWriter, SlotRef};

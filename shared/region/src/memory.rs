@@ -63,6 +63,17 @@ pub(crate) fn check_fits(name: &str, len: u64, available: u64) -> Result<(), Reg
     Err(RegionError::OutOfMemory { name: name.to_owned(), bytes: len, available })
 }
 
+/// Makes all threads of this process share one heap, if it is called before a second one starts. By default the allocator
+/// gives threads heaps of their own, and each keeps what its worst moment scattered over it, also from [`trim_heap`].
+/// Small allocations are still served from a cache of each thread.
+pub fn share_heap() {
+    // SAFETY: it sets a limit under the allocator's lock, and touches no allocation.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 /// Gives the pages of freed memory back to the system. The allocator keeps them by itself where something that still
 /// lives lies behind them, so that a burst would be remembered for ever. Takes milliseconds and the heap's locks.
 pub fn trim_heap() {
