@@ -13,6 +13,8 @@ mod disconnect;
 #[cfg(test)]
 mod draft_down;
 #[cfg(test)]
+mod ending;
+#[cfg(test)]
 mod faults;
 #[cfg(test)]
 mod fuzz;

@@ -39,7 +39,7 @@ pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
         outcome = measure(&mut fleet, &args) => outcome,
         () = ending.next() => Err(anyhow::anyhow!("interrupted")),
     };
-    fleet.stop().await;
+    fleet.stop(ending).await;
     let settings = outcome?;
     if args.json {
         print_json(&settings, &args)?

@@ -64,7 +64,7 @@ pub(crate) async fn demo(args: DemoArgs) -> anyhow::Result<ExitCode> {
         outcome = show(&mut fleet, &args, style) => outcome,
         () = ending.next() => Err(anyhow::anyhow!("interrupted")),
     };
-    fleet.stop().await;
+    fleet.stop(ending).await;
     outcome.map(|()| ExitCode::SUCCESS)
 }
 

@@ -20,18 +20,38 @@ use clap::Parser;
 
 use args::{Cli, Command};
 
-/// Exit code of a request or check that failed; clap exits with 2 on wrong usage.
+/// Exit code of a request or check that failed.
 const FAILED: u8 = 1;
+/// Exit code of an option that is out of its range; clap exits with the same on other wrong usage.
+const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    match run(cli) {
-        Ok(code) => code,
-        Err(e) => {
-            style::error(&one_line(&e));
-            ExitCode::from(FAILED)
-        }
-    }
+    raise_descriptor_limit();
+    let code = run(cli).unwrap_or_else(|e| {
+        style::error(&one_line(&e));
+        ExitCode::from(if is_usage(&e) { USAGE } else { FAILED })
+    });
+    eyrie_service::flush_telemetry();
+    code
+}
+
+/// Every connection is a descriptor: takes as many as the system allows without asking.
+fn raise_descriptor_limit() {
+    let resource = rustix::process::Resource::Nofile;
+    let limit = rustix::process::getrlimit(resource);
+    // Where it is refused, the limit that there is has to do.
+    let _ = rustix::process::setrlimit(resource, rustix::process::Rlimit { current: limit.maximum, ..limit });
+}
+
+/// Whether an option was out of its range.
+fn is_usage(error: &anyhow::Error) -> bool {
+    use eyrie_draft::DraftError;
+    use eyrie_gateway::GatewayError;
+    use eyrie_target::TargetError;
+    matches!(error.downcast_ref(), Some(TargetError::Option { .. }))
+        || matches!(error.downcast_ref(), Some(DraftError::Option { .. }))
+        || matches!(error.downcast_ref(), Some(GatewayError::Option(_)))
 }
 
 /// An error with its causes, each said once: some errors tell their cause in their own words already.

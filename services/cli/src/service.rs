@@ -85,7 +85,7 @@ fn drain_grace(args: &ServiceArgs) -> Duration {
 /// Logs, and the two-stage end: the first signal or the end of the supervisor drains, the second signal or the
 /// end of the grace stops.
 fn begin(args: &ServiceArgs) -> anyhow::Result<Drain> {
-    init_telemetry(if args.log_json { LogFormat::Json } else { LogFormat::Text });
+    init_telemetry(if args.log_json { LogFormat::Json } else { LogFormat::Text })?;
     let drain = Drain::new();
     let mut signals = Signals::listen()?;
     let (supervised, grace) = (args.with_parent, drain_grace(args));
@@ -99,8 +99,8 @@ fn begin(args: &ServiceArgs) -> anyhow::Result<Drain> {
             () = signals.next() => true,
             () = parent_gone(supervised) => false,
         };
-        tracing::info!("draining, at most {} s", grace.as_secs());
         handle.start();
+        tracing::info!("draining, at most {} s", grace.as_secs());
         // A supervisor that waits for us to end closes our standard input, and may be heard of before its signal.
         let told_again = async {
             if !told {

@@ -1,6 +1,6 @@
 //! Colour where a person looks, none where a program reads.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 
 /// ANSI styles, empty when the stream is not a terminal or `NO_COLOR` is set.
 #[derive(Debug, Clone, Copy)]
@@ -53,10 +53,9 @@ impl Style {
     }
 }
 
-#[expect(clippy::print_stderr, reason = "the command's own voice")]
-/// One line on standard error.
+/// One line on standard error. Where nobody reads it any more there is nobody to tell.
 pub(crate) fn note(line: &str) {
-    eprintln!("{line}");
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// `error: …` on standard error.

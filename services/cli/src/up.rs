@@ -26,7 +26,7 @@ pub(crate) async fn up(args: UpArgs) -> anyhow::Result<ExitCode> {
     if served.is_ok() {
         style::note("draining: running requests end, new ones are refused");
     }
-    fleet.stop().await;
+    fleet.stop(ending).await;
     served.map(|()| ExitCode::SUCCESS)
 }
 

@@ -11,10 +11,10 @@ use eyrie_service::ServeError;
 #[non_exhaustive]
 pub enum DraftError {
     /// An option is out of its range.
-    #[error("draft option {field}: must be {limit}, given {given}")]
+    #[error("option {option} must be {limit}, given {given}")]
     Option {
-        /// The option.
-        field: &'static str,
+        /// The option's name on the command line, where it has one.
+        option: &'static str,
         /// What it may be.
         limit: String,
         /// What was given.

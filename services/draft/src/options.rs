@@ -85,25 +85,25 @@ impl DraftOptions {
     }
 
     pub(crate) fn validate(&self) -> Result<(), DraftError> {
-        let check = |field, given: usize, max: usize| {
+        let check = |option, given: usize, max: usize| {
             if (1..=max).contains(&given) {
                 return Ok(());
             }
-            Err(DraftError::Option { field, limit: format!("1..={max}"), given: given.to_string() })
+            Err(DraftError::Option { option, limit: format!("1..={max}"), given: given.to_string() })
         };
-        check("max_draft_tokens", self.max_draft_tokens, MAX_VERIFY_ROWS - 1)?;
-        check("max_sequences", self.max_sequences, 1 << 20)?;
+        check("max-draft-tokens", self.max_draft_tokens, MAX_VERIFY_ROWS - 1)?;
+        check("max-sequences", self.max_sequences, 1 << 20)?;
         check("number of targets", self.targets.len(), MAX_TARGETS)?;
-        check("cache_tokens", self.cache_tokens, 1 << 31)?;
-        check("cache_tokens of a target", self.cache_tokens / self.targets.len(), 1 << 31)?;
+        check("cache-tokens", self.cache_tokens, 1 << 31)?;
+        check("cache-tokens of a target", self.cache_tokens / self.targets.len(), 1 << 31)?;
         let twice = self.targets.iter().enumerate().find(|(i, target)| self.targets[..*i].contains(target));
         if let Some((_, target)) = twice {
             let (limit, given) = ("all different".to_owned(), format!("{target} twice"));
-            return Err(DraftError::Option { field: "targets", limit, given });
+            return Err(DraftError::Option { option: "targets", limit, given });
         }
         if !(Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.unary_idle) {
             let given = format!("{:?}", self.unary_idle);
-            return Err(DraftError::Option { field: "unary_idle", limit: "1ms..=3600s".to_owned(), given });
+            return Err(DraftError::Option { option: "unary-idle", limit: "1ms..=3600s".to_owned(), given });
         }
         Ok(())
     }

@@ -234,18 +234,18 @@ async fn a_service_that_cannot_start_says_why() {
         ended.unwrap_err().to_string()
     };
     let wide = start(DraftOptions { max_draft_tokens: 64, ..options.clone() }).await;
-    assert_eq!(wide, "draft option max_draft_tokens: must be 1..=63, given 64");
+    assert_eq!(wide, "option max-draft-tokens must be 1..=63, given 64");
     let none = start(DraftOptions { max_sequences: 0, ..options.clone() }).await;
-    assert_eq!(none, "draft option max_sequences: must be 1..=1048576, given 0");
+    assert_eq!(none, "option max-sequences must be 1..=1048576, given 0");
     let empty = start(DraftOptions { cache_tokens: 0, ..options.clone() }).await;
-    assert_eq!(empty, "draft option cache_tokens: must be 1..=2147483648, given 0");
+    assert_eq!(empty, "option cache-tokens must be 1..=2147483648, given 0");
     let target = options.targets[0].clone();
     let none = start(DraftOptions { targets: Vec::new(), ..options.clone() }).await;
-    assert_eq!(none, "draft option number of targets: must be 1..=16, given 0");
+    assert_eq!(none, "option number of targets must be 1..=16, given 0");
     let twice = start(DraftOptions { targets: vec![target.clone(), target], ..options.clone() }).await;
-    assert!(twice.starts_with("draft option targets: must be all different, given unix:"), "{twice}");
+    assert!(twice.starts_with("option targets must be all different, given unix:"), "{twice}");
     let hasty = start(DraftOptions { unary_idle: Duration::ZERO, ..options.clone() }).await;
-    assert_eq!(hasty, "draft option unary_idle: must be 1ms..=3600s, given 0ns");
+    assert_eq!(hasty, "option unary-idle must be 1ms..=3600s, given 0ns");
     let idle = start(DraftOptions { threads: 0, ..options.clone() }).await;
     assert_eq!(idle, "cpu: threads is 0, limit 1..=1024");
     let absent = start(DraftOptions { model_dir: dir.path().join("none"), ..options.clone() }).await;

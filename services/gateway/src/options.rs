@@ -15,10 +15,10 @@ const MAX_PEERS: usize = 32;
 
 /// An option is out of its range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("gateway option {field}: must be {limit}, given {given}")]
+#[error("option {option} must be {limit}, given {given}")]
 pub struct OptionError {
-    /// The option.
-    pub field: &'static str,
+    /// The option's name on the command line, where it has one.
+    pub option: &'static str,
     /// What it may be.
     pub limit: String,
     /// What was given.
@@ -82,31 +82,31 @@ impl GatewayOptions {
         range("number of drafts", self.drafts.len(), 0..=MAX_PEERS)?;
         distinct("targets", &self.targets)?;
         distinct("drafts", &self.drafts)?;
-        range("draft_deadline", self.draft_deadline, SHORTEST..=LONGEST_DRAFT)?;
-        range("target_timeout", self.target_timeout, SHORTEST..=LONGEST_TARGET)?;
-        range("stall_limit", self.stall_limit, SHORTEST..=LONGEST_TARGET)?;
-        range("default_k", self.default_k, 0..=MAX_VERIFY_ROWS as u32 - 1)?;
-        range("max_streams", self.max_streams, 1..=MAX_STREAMS)?;
-        range("max_prompt_bytes", self.max_prompt_bytes, 1..=MAX_MESSAGE)
+        range("draft-deadline", self.draft_deadline, SHORTEST..=LONGEST_DRAFT)?;
+        range("target-timeout", self.target_timeout, SHORTEST..=LONGEST_TARGET)?;
+        range("stall-limit", self.stall_limit, SHORTEST..=LONGEST_TARGET)?;
+        range("draft-tokens", self.default_k, 0..=MAX_VERIFY_ROWS as u32 - 1)?;
+        range("max-streams", self.max_streams, 1..=MAX_STREAMS)?;
+        range("max-prompt-bytes", self.max_prompt_bytes, 1..=MAX_MESSAGE)
     }
 }
 
 fn range<T: PartialOrd + Debug>(
-    field: &'static str,
+    option: &'static str,
     given: T,
     allowed: RangeInclusive<T>,
 ) -> Result<(), OptionError> {
     if allowed.contains(&given) {
         return Ok(());
     }
-    Err(OptionError { field, limit: format!("{allowed:?}"), given: format!("{given:?}") })
+    Err(OptionError { option, limit: format!("{allowed:?}"), given: format!("{given:?}") })
 }
 
-fn distinct(field: &'static str, given: &[Address]) -> Result<(), OptionError> {
+fn distinct(option: &'static str, given: &[Address]) -> Result<(), OptionError> {
     match given.iter().enumerate().find(|(i, address)| given[..*i].contains(address)) {
         Some((_, twice)) => {
             let (limit, given) = ("distinct addresses".to_owned(), format!("{twice} twice"));
-            Err(OptionError { field, limit, given })
+            Err(OptionError { option, limit, given })
         }
         None => Ok(()),
     }
@@ -135,36 +135,36 @@ mod tests {
         for (options, line) in [
             (
                 GatewayOptions { draft_deadline: zero, ..options() },
-                "draft_deadline: must be 1ms..=60s, given 0ns",
+                "draft-deadline must be 1ms..=60s, given 0ns",
             ),
             (
                 GatewayOptions { target_timeout: zero, ..options() },
-                "target_timeout: must be 1ms..=3600s, given 0ns",
+                "target-timeout must be 1ms..=3600s, given 0ns",
             ),
             (
                 GatewayOptions { stall_limit: Duration::from_secs(3601), ..options() },
-                "stall_limit: must be 1ms..=3600s, given 3601s",
+                "stall-limit must be 1ms..=3600s, given 3601s",
             ),
             (
                 GatewayOptions { targets: Vec::new(), ..options() },
-                "number of targets: must be 1..=32, given 0",
+                "number of targets must be 1..=32, given 0",
             ),
             (
                 GatewayOptions { drafts: (0..33).map(at).collect(), ..options() },
-                "number of drafts: must be 0..=32, given 33",
+                "number of drafts must be 0..=32, given 33",
             ),
             (
                 GatewayOptions { targets: ["a", "b", "a"].map(at).into(), ..options() },
-                "targets: must be distinct addresses, given unix:a twice",
+                "targets must be distinct addresses, given unix:a twice",
             ),
-            (GatewayOptions { default_k: 64, ..options() }, "default_k: must be 0..=63, given 64"),
-            (GatewayOptions { max_streams: 0, ..options() }, "max_streams: must be 1..=1000000, given 0"),
+            (GatewayOptions { default_k: 64, ..options() }, "draft-tokens must be 0..=63, given 64"),
+            (GatewayOptions { max_streams: 0, ..options() }, "max-streams must be 1..=1000000, given 0"),
             (
                 GatewayOptions { max_prompt_bytes: 0, ..options() },
-                "max_prompt_bytes: must be 1..=33554432, given 0",
+                "max-prompt-bytes must be 1..=33554432, given 0",
             ),
         ] {
-            assert_eq!(options.validate().unwrap_err().to_string(), format!("gateway option {line}"));
+            assert_eq!(options.validate().unwrap_err().to_string(), format!("option {line}"));
         }
     }
 }

@@ -143,6 +143,11 @@ impl Session {
                 let without_draft = usage.rounds_without_draft;
                 tracing::info!(id, tokens, rounds, accepted, without_draft, "finished");
             }
+            // A flood of them would fill the log; the counters tell how many.
+            Err(status) if status.code() == Code::ResourceExhausted && tokens == 0 => {
+                add(&stats.failed, 1);
+                tracing::debug!(id, "refused: {}", status.message());
+            }
             Err(status) => {
                 add(&stats.failed, 1);
                 tracing::warn!(id, tokens, code = ?status.code(), "failed: {}", status.message());

@@ -1,6 +1,8 @@
 //! Admission of one request: every limit of the client API, each refused in one line that names the
 //! field, the limit and the value.
 
+use std::fmt::Display;
+
 use eyrie_speculation::{SamplingParams, TreeShape};
 use eyrie_wire::v1::generate_request::Prompt;
 use eyrie_wire::v1::speculation::Mode;
@@ -186,7 +188,14 @@ fn prompt(prompt: Option<Prompt>, served: &Served, max_bytes: usize) -> Result<V
                 let line = format!("text must have at most {max_bytes} bytes, given {}", text.len());
                 return Err(invalid(line));
             }
-            served.tokenizer()?.encode(&text, true).map_err(|e| invalid(format!("text: {e}")))?
+            let tokenizer = served.tokenizer()?;
+            let (least, context) = (tokenizer.least_tokens(text.len()), served.card.context_length);
+            // Encoding takes long, and in vain.
+            if least >= context as usize {
+                let given = format!("{least} or more in {} bytes", text.len());
+                return Err(no_room(context, given));
+            }
+            tokenizer.encode(&text, true).map_err(|e| invalid(format!("text: {e}")))?
         }
     };
     if ids.is_empty() {
@@ -196,12 +205,15 @@ fn prompt(prompt: Option<Prompt>, served: &Served, max_bytes: usize) -> Result<V
     Ok(ids)
 }
 
+fn no_room(context: u32, given: impl Display) -> Status {
+    refuse(Reason::Context, format!("prompt and one more token must fit the context of {context}, given {given}"))
+}
+
 fn max_tokens(wanted: Option<u32>, prompt: usize, card: &ModelCard) -> Result<u32, Status> {
     let context = card.context_length;
     let room = u32::try_from(prompt).ok().and_then(|p| context.checked_sub(p)).unwrap_or(0);
     if room == 0 {
-        let line = format!("prompt and one more token must fit the context of {context}, given {prompt}");
-        return Err(refuse(Reason::Context, line));
+        return Err(no_room(context, prompt));
     }
     match wanted {
         Some(0) => Err(invalid("max_tokens must be at least 1, given 0".to_owned())),

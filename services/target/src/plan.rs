@@ -11,6 +11,8 @@ use crate::engine::{PAGE_ROWS, SLOT_ROWS};
 use crate::options::{TargetOptions, refuse};
 use crate::{TargetError, options};
 
+/// A prompt of one token and one more.
+const LEAST_CONTEXT: u32 = 2;
 /// Prompt chunks that the ring holds at least.
 const RING_CHUNKS: usize = 2;
 /// Rounds of every sequence that a ring of default size holds.
@@ -84,10 +86,10 @@ fn context(options: &TargetOptions, config: &TargetConfig) -> Result<u32, Target
     let limit = config.max_position_embeddings as u32;
     match options.context {
         None => Ok(limit),
-        Some(given) if (1..=limit).contains(&given) => Ok(given),
+        Some(given) if (LEAST_CONTEXT..=limit).contains(&given) => Ok(given),
         Some(given) => Err(refuse(
             "context",
-            format!("between 1 and the model's max_position_embeddings = {limit}"),
+            format!("between {LEAST_CONTEXT} and the model's max_position_embeddings = {limit}"),
             given,
         )),
     }
@@ -110,7 +112,7 @@ fn checked_capture(ids: &[u32], layers: usize) -> Result<Vec<u32>, TargetError> 
         true => Ok(ids.to_vec()),
         false => {
             let limit = format!("strictly increasing ids of at most {layers}, the number of layers");
-            Err(options::refuse("capture", limit, format!("{ids:?}")))
+            Err(options::refuse("aux-layers", limit, format!("{ids:?}")))
         }
     }
 }
@@ -160,8 +162,8 @@ mod tests {
     fn refusals_name_option_limit_and_value() {
         for (options, parts) in [
             (TargetOptions { context: Some(4097), ..options() }, ["context", "4096, given 4097"]),
-            (TargetOptions { capture: Some(vec![2, 9]), ..options() }, ["capture", "given [2, 9]"]),
-            (TargetOptions { capture: Some(vec![4, 2]), ..options() }, ["capture", "strictly increasing"]),
+            (TargetOptions { capture: Some(vec![2, 9]), ..options() }, ["aux-layers", "given [2, 9]"]),
+            (TargetOptions { capture: Some(vec![4, 2]), ..options() }, ["aux-layers", "strictly increasing"]),
             (TargetOptions { ring_bytes: Some(4096), ..options() }, ["ring-bytes", "given 4096"]),
         ] {
             let line = Plan::new(&options, &config()).unwrap_err().to_string();

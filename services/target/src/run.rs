@@ -54,7 +54,7 @@ pub async fn run(
     let listener = Listener::bind(&options.listen).await?;
     let address = listener.address().clone();
     let runtime_dir = options.runtime_dir.as_deref();
-    let door = Arc::new(FdDoor::bind(door_path(&address, runtime_dir, epoch))?);
+    let door = Arc::new(FdDoor::bind(door_path(&address, runtime_dir))?);
     let importers = Importers::open(ledger_path(&address, runtime_dir));
     let state = Arc::new(State::new(&checkpoint, plan, files, epoch, importers, Arc::downgrade(&door)));
     let (sender, receiver) = mailbox();
@@ -247,19 +247,22 @@ async fn shut_down(service: &Service, drain: &Drain, thread: EngineThread) {
     drain.join(STOP_GRACE).await;
 }
 
-/// Where descriptors are handed out: beside a unix socket, else in the runtime folder.
-fn door_path(address: &Address, runtime_dir: Option<&Path>, epoch: Epoch) -> PathBuf {
-    match address {
-        Address::Unix(path) => beside(path, ".door"),
-        Address::Tcp(_) => runtime_folder(runtime_dir).join(format!("eyrie-{epoch}.door")),
-    }
+/// Where descriptors are handed out. As with the ledger, every boot that listens on `address` takes the same place and
+/// clears away what a killed one left.
+fn door_path(address: &Address, runtime_dir: Option<&Path>) -> PathBuf {
+    belonging(address, runtime_dir, "door")
 }
 
-/// Where importers are recorded: the same place for every boot that listens on `address`.
+/// Where importers are recorded.
 fn ledger_path(address: &Address, runtime_dir: Option<&Path>) -> PathBuf {
+    belonging(address, runtime_dir, "importers")
+}
+
+/// A file of whoever listens on `address`: beside a unix socket, else in the runtime folder.
+fn belonging(address: &Address, runtime_dir: Option<&Path>, what: &str) -> PathBuf {
     match address {
-        Address::Unix(path) => beside(path, ".importers"),
-        Address::Tcp(at) => runtime_folder(runtime_dir).join(format!("eyrie-{at}.importers")),
+        Address::Unix(path) => beside(path, &format!(".{what}")),
+        Address::Tcp(at) => runtime_folder(runtime_dir).join(format!("eyrie-{at}.{what}")),
     }
 }
 
@@ -283,14 +286,10 @@ mod tests {
 
     #[test]
     fn the_door_stands_beside_a_unix_socket_or_in_the_runtime_folder() {
-        let epoch = Epoch::try_from(0xab).unwrap();
         let unix = Address::Unix("/run/t.sock".into());
-        assert_eq!(door_path(&unix, Some(Path::new("/x")), epoch), Path::new("/run/t.sock.door"));
+        assert_eq!(door_path(&unix, Some(Path::new("/x"))), Path::new("/run/t.sock.door"));
         let tcp = Address::Tcp("127.0.0.1:1".to_owned());
-        assert_eq!(
-            door_path(&tcp, Some(Path::new("/x")), epoch),
-            Path::new("/x/eyrie-00000000000000ab.door")
-        );
+        assert_eq!(door_path(&tcp, Some(Path::new("/x"))), Path::new("/x/eyrie-127.0.0.1:1.door"));
         assert_eq!(ledger_path(&unix, None), Path::new("/run/t.sock.importers"));
         assert_eq!(ledger_path(&tcp, Some(Path::new("/x"))), Path::new("/x/eyrie-127.0.0.1:1.importers"));
     }

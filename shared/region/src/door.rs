@@ -25,7 +25,7 @@ const CLIENT_TIME: Duration = Duration::from_secs(1);
 /// After a failed accept (no descriptors left) the door rests, where poll would return at once for ever.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 /// Clients that may wait while one is served; the kernel holds back the others in `connect`.
-const BACKLOG: i32 = 16;
+const BACKLOG: i32 = 128;
 /// Only this user's processes may connect.
 const MODE: u32 = 0o600;
 const TOKEN_BYTES: usize = 32;
@@ -124,6 +124,14 @@ pub enum DoorError {
         limit: usize,
         /// The descriptors given.
         given: usize,
+    },
+    /// The door did not answer in time.
+    #[error("{}: no answer within {} ms", path.display(), timeout.as_millis())]
+    Silent {
+        /// The socket.
+        path: PathBuf,
+        /// The time it had.
+        timeout: Duration,
     },
     /// The door said no.
     #[error("{}: refused: {reason}", path.display())]
@@ -236,7 +244,10 @@ impl FdDoor {
         stream.set_read_timeout(Some(left)).map_err(failed("set its timeout"))?;
         stream.write_all(token.as_bytes()).map_err(failed("send the token"))?;
         let (answer, fds) = recv_fds(&stream, MAX_ANSWER, MAX_FDS)
-            .map_err(|source| DoorError::Answer { path: path.to_owned(), source })?;
+            .map_err(|source| match source.is_timeout() {
+                true => DoorError::Silent { path: path.to_owned(), timeout },
+                false => DoorError::Answer { path: path.to_owned(), source },
+            })?;
         if answer.first() == Some(&GRANTED) {
             return Ok(fds);
         }

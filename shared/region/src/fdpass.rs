@@ -57,6 +57,14 @@ pub enum FdPassError {
     },
 }
 
+impl FdPassError {
+    /// Whether the peer had more time than it was to have.
+    pub(crate) fn is_timeout(&self) -> bool {
+        // The kernel's word for a timeout of a blocking call is EAGAIN.
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::WouldBlock)
+    }
+}
+
 /// Sends `payload` and `fds` as one message.
 ///
 /// # Errors

@@ -3,6 +3,7 @@
 
 mod calls;
 mod drain;
+mod lines;
 mod reasons;
 mod serve;
 mod telemetry;
@@ -10,4 +11,4 @@ mod telemetry;
 pub use calls::{LogCalls, LoggedCalls};
 pub use drain::Drain;
 pub use serve::{Health, ServeError, serve};
-pub use telemetry::{LogFormat, init_telemetry};
+pub use telemetry::{LogFormat, flush_telemetry, init_telemetry};

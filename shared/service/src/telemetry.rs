@@ -1,12 +1,17 @@
 //! Logs on standard error: readable on a terminal, JSON for machines.
 
 use std::io::IsTerminal;
+use std::sync::OnceLock;
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::FmtSpan;
 
+use crate::lines::Lines;
+
 const LEVELS: &str = "EYRIE_LOG";
 const DEFAULT: &str = "info";
+
+static LINES: OnceLock<Lines> = OnceLock::new();
 
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -21,7 +26,14 @@ pub enum LogFormat {
 /// Installs the process-wide log subscriber; `EYRIE_LOG` selects levels, default `info`: a level for our own
 /// crates (`debug`), or a filter as in `RUST_LOG` (`h2=debug,eyrie_draft=trace`). A value that is neither is
 /// reported and leaves the default. A second call changes nothing.
-pub fn init_telemetry(format: LogFormat) {
+///
+/// Lines are written by a thread of their own and are lost where they cannot be written; see [`flush_telemetry`].
+///
+/// # Errors
+/// The thread cannot be started.
+pub fn init_telemetry(format: LogFormat) -> std::io::Result<()> {
+    let lines = Lines::start(std::io::stderr())?;
+    let lines = LINES.get_or_init(|| lines).clone();
     let wanted = std::env::var(LEVELS).unwrap_or_default();
     let parsed = EnvFilter::builder().parse(directives(&wanted));
     let (filter, problem) = match parsed {
@@ -32,7 +44,9 @@ pub fn init_telemetry(format: LogFormat) {
         .with_env_filter(filter)
         .with_span_events(FmtSpan::NONE)
         .with_target(false)
-        .with_writer(std::io::stderr)
+        .with_writer(move || lines.clone())
+        // It would be said on the very stream that failed, by a macro that panics when it does.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     // Only fails when a subscriber is installed already, as in tests that start services in one process.
     let _ = match format {
@@ -41,6 +55,14 @@ pub fn init_telemetry(format: LogFormat) {
     };
     if let Some(problem) = problem {
         tracing::warn!(given = wanted, %problem, "{LEVELS} is not a log filter: using {DEFAULT}");
+    }
+    Ok(())
+}
+
+/// Waits until what was logged is written, half a second at most: for the end of a process.
+pub fn flush_telemetry() {
+    if let Some(lines) = LINES.get() {
+        lines.flush();
     }
 }
 
@@ -72,7 +94,8 @@ mod tests {
     fn a_value_that_is_no_filter_is_said() {
         const CHILD: &str = "EYRIE_TELEMETRY_CHILD";
         if std::env::var_os(CHILD).is_some() {
-            init_telemetry(LogFormat::Text);
+            init_telemetry(LogFormat::Text).unwrap();
+            flush_telemetry();
             return;
         }
         let said = |levels: &str| {

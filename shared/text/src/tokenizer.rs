@@ -21,6 +21,7 @@ struct Inner {
     size: usize,
     prefix: Option<u32>,
     suffix: Option<u32>,
+    longest: Option<usize>,
 }
 
 struct Entry {
@@ -56,7 +57,10 @@ impl Tokenizer {
             Some(config) if !adds_specials(&codec)? => edges(config, &codec)?,
             _ => (None, None),
         };
-        Ok(Self(Arc::new(Inner { size: entries.len(), codec, entries, prefix, suffix })))
+        // A normalizer may shorten a text.
+        let exact = codec.get_normalizer().is_none();
+        let longest = entries.iter().flatten().map(|entry| entry.bytes.len()).max().filter(|_| exact);
+        Ok(Self(Arc::new(Inner { size: entries.len(), codec, entries, prefix, suffix, longest })))
     }
 
     /// A tokenizer from a model folder.
@@ -82,6 +86,12 @@ impl Tokenizer {
         }
         let inner = encoding.get_ids().iter().copied();
         Ok(prefix.iter().copied().chain(inner).chain(suffix.iter().copied()).collect())
+    }
+
+    /// The fewest tokens that a text of `bytes` bytes can have: as many as if each were the longest there is.
+    #[must_use]
+    pub fn least_tokens(&self, bytes: usize) -> usize {
+        self.0.longest.map_or(0, |longest| bytes.div_ceil(longest.max(1)))
     }
 
     /// The text of `ids`; bytes that are not UTF-8 become U+FFFD. With `skip_special`, special

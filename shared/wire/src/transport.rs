@@ -25,6 +25,10 @@ const CONNECTION_WINDOW: u32 = 16 << 20;
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A client has this long to say that it speaks HTTP/2; keepalive begins only then.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes of the preface (RFC 9113, 3.4) and of the head of the SETTINGS frame that must follow it.
+const GREETING: usize = 24 + 9;
 /// Connections that may wait to be accepted on a unix socket; tokio's own figure for TCP.
 const UNIX_BACKLOG: i32 = 1024;
 /// After a failed accept (no descriptors left) accepting rests: the socket stays readable and would spin otherwise.
@@ -184,23 +188,41 @@ impl Stream for Incoming {
             Socket::Tcp(listener) => listener.poll_accept(cx).map_ok(|(stream, _)| {
                 // Frames are small and answered at once: never wait to coalesce them.
                 let _ = stream.set_nodelay(true);
-                Connection::Tcp(stream)
+                Connection::new(Io::Tcp(stream))
             }),
             Socket::Unix(unix) => {
-                unix.listener.poll_accept(cx).map_ok(|(stream, _)| Connection::Unix(stream))
+                unix.listener.poll_accept(cx).map_ok(|(stream, _)| Connection::new(Io::Unix(stream)))
             }
         });
         accepted.map(Some)
     }
 }
 
-/// One accepted connection.
+/// One accepted connection. Reading fails where the client does not greet in time.
 #[derive(Debug)]
-pub enum Connection {
-    /// Over TCP.
+pub struct Connection {
+    io: Io,
+    greeting: Option<Greeting>,
+}
+
+#[derive(Debug)]
+enum Io {
     Tcp(TcpStream),
-    /// Over a unix socket.
     Unix(UnixStream),
+}
+
+/// What a client still has to send, and until when.
+#[derive(Debug)]
+struct Greeting {
+    left: usize,
+    overdue: Pin<Box<Sleep>>,
+}
+
+impl Connection {
+    fn new(io: Io) -> Self {
+        let overdue = Box::pin(tokio::time::sleep(GREETING_TIMEOUT));
+        Self { io, greeting: Some(Greeting { left: GREETING, overdue }) }
+    }
 }
 
 impl Connected for Connection {
@@ -210,12 +232,12 @@ impl Connected for Connection {
 
 macro_rules! either {
     ($self:ident, $stream:ident => $call:expr) => {
-        match $self.get_mut() {
-            Connection::Tcp(stream) => {
+        match &mut $self.get_mut().io {
+            Io::Tcp(stream) => {
                 let $stream = Pin::new(stream);
                 $call
             }
-            Connection::Unix(stream) => {
+            Io::Unix(stream) => {
                 let $stream = Pin::new(stream);
                 $call
             }
@@ -224,8 +246,24 @@ macro_rules! either {
 }
 
 impl AsyncRead for Connection {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        either!(self, s => s.poll_read(cx, buf))
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let read = either!(self.as_mut(), s => s.poll_read(cx, buf));
+        let Some(greeting) = &mut self.greeting else { return read };
+        let got = buf.filled().len() - before;
+        if got >= greeting.left {
+            self.greeting = None;
+            return read;
+        }
+        greeting.left -= got;
+        if read.is_pending() && greeting.overdue.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        read
     }
 }
 
@@ -250,6 +288,8 @@ impl From<AddressError> for tonic::Status {
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
 
@@ -287,6 +327,27 @@ mod tests {
         assert!(UnixStream::connect(&path).await.is_ok());
         drop(successor);
         assert!(!path.exists());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_does_not_greet_is_shut_out() {
+        for sent in [0, GREETING - 1] {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let mut connection = Connection::new(Io::Unix(ours));
+            theirs.write_all(&vec![b'x'; sent]).await.unwrap();
+            let begun = tokio::time::Instant::now();
+            let mut heard = Vec::new();
+            let error = connection.read_to_end(&mut heard).await.unwrap_err();
+            assert_eq!((error.kind(), heard.len()), (io::ErrorKind::TimedOut, sent));
+            assert!(begun.elapsed() >= GREETING_TIMEOUT);
+        }
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut connection = Connection::new(Io::Unix(ours));
+        theirs.write_all(&[b'x'; GREETING]).await.unwrap();
+        connection.read_exact(&mut [0; GREETING]).await.unwrap();
+        tokio::time::sleep(2 * GREETING_TIMEOUT).await;
+        theirs.write_all(b"y").await.unwrap();
+        assert_eq!(connection.read_u8().await.unwrap(), b'y', "rest is no fault after the greeting");
     }
 
     #[tokio::test]

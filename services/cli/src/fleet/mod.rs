@@ -14,6 +14,7 @@ use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::ModelArgs;
+use crate::signals::Signals;
 use crate::{demo, doctor, style};
 
 /// A service that dies this soon after it was started again is given a pause, longer each time.
@@ -22,6 +23,11 @@ const RESTART_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// A stopping service gets this long after SIGTERM.
 const STOP_GRACE: Duration = Duration::from_secs(35);
+/// Pause between two requests to end at once.
+const URGE: Duration = Duration::from_millis(100);
+
+/// How a service begins to tell the error that it ends with.
+const ERROR: &str = "error: ";
 
 /// One of the three.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,7 +99,7 @@ struct Exited {
     index: usize,
     name: String,
     status: ExitStatus,
-    last_line: String,
+    last_word: String,
 }
 
 impl Fleet {
@@ -211,8 +217,8 @@ impl Fleet {
         for index in 0..self.services.len() {
             if let Some(status) = self.services[index].child.try_wait()? {
                 let name = self.services[index].name.clone();
-                let last_line = last_line(&self.log_path(&name));
-                return Ok(Some(Exited { index, name, status, last_line }));
+                let last_word = last_word(&self.log_path(&name));
+                return Ok(Some(Exited { index, name, status, last_word }));
             }
         }
         Ok(None)
@@ -278,15 +284,17 @@ impl Fleet {
         Ok(())
     }
 
-    /// Ends gateway, drafts and targets in this order, each after its running work.
-    pub(crate) async fn stop(mut self) {
+    /// Ends gateway, drafts and targets in this order, each after its running work, or, once one of `hurry` is heard,
+    /// without waiting for that.
+    pub(crate) async fn stop(mut self, mut hurry: Signals) {
+        let mut hurried = false;
         for role in [Role::Gateway, Role::Draft, Role::Target] {
             let mut ending: Vec<_> = self.services.iter_mut().filter(|s| s.role == role).collect();
             // Waiting for a child closes its standard input, which says that we are gone.
             let _held: Vec<_> = ending.iter_mut().map(|service| service.child.stdin.take()).collect();
             ending.iter().for_each(|service| service.terminate());
             for service in ending {
-                if tokio::time::timeout(STOP_GRACE, service.child.wait()).await.is_err() {
+                if tokio::time::timeout(STOP_GRACE, service.end(&mut hurry, &mut hurried)).await.is_err() {
                     style::warning(&format!("{} did not stop within {STOP_GRACE:?}: killed", service.name));
                     let _ = service.child.kill().await;
                 }
@@ -299,6 +307,18 @@ impl Fleet {
 }
 
 impl Service {
+    /// Resolves when the process has ended; asks again and again for that once a signal says that it is urgent.
+    async fn end(&mut self, hurry: &mut Signals, hurried: &mut bool) {
+        loop {
+            tokio::select! {
+                _ = self.child.wait() => return,
+                () = hurry.next(), if !*hurried => *hurried = true,
+                // Two signals at once may arrive as one.
+                () = tokio::time::sleep(URGE), if *hurried => self.terminate(),
+            }
+        }
+    }
+
     fn terminate(&self) {
         if let Some(pid) = i32::try_from(self.pid).ok().and_then(rustix::process::Pid::from_raw) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -309,14 +329,16 @@ impl Service {
 impl Exited {
     /// One line for people, with the error that the process ended with. Killed, it had no last word.
     fn line(&self) -> String {
-        let told = self.last_line.strip_prefix("error: ").filter(|_| self.status.signal().is_none());
+        let told = self.last_word.strip_prefix(ERROR).filter(|_| self.status.signal().is_none());
         let why = told.map(|line| format!(": {line}")).unwrap_or_default();
         format!("{} ended ({}){why}", self.name, self.status)
     }
 }
 
-/// Last non-empty line of a log, without colours.
-fn last_line(path: &Path) -> String {
+/// The last error that a log tells, which usage may follow, or else its last line.
+fn last_word(path: &Path) -> String {
     let log = std::fs::read_to_string(path).unwrap_or_default();
-    log.lines().rev().find(|l| !l.trim().is_empty()).unwrap_or_default().trim().to_owned()
+    let mut lines = log.lines().rev().filter(|line| !line.trim().is_empty()).peekable();
+    let last = lines.peek().copied().unwrap_or_default();
+    lines.find(|line| line.starts_with(ERROR)).unwrap_or(last).trim().to_owned()
 }

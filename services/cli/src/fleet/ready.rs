@@ -17,6 +17,8 @@ use super::{Fleet, Role, Service};
 
 /// How often readiness is asked for while something starts.
 const POLL: Duration = Duration::from_millis(25);
+/// How long one answer may take.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// What the ready file tells. `target` and `draft` are the first of each.
 #[derive(Debug, Serialize)]
@@ -126,18 +128,25 @@ impl Fleet {
     }
 }
 
+/// What a target says of itself, unless it stands still: others must not wait for that.
 async fn describe(target: &Address) -> Option<eyrie_wire::v1::ModelCard> {
-    let channel = eyrie_wire::connect(target).await.ok()?;
-    Some(TargetClient::new(channel).describe(DescribeRequest {}).await.ok()?.into_inner())
+    let asked = async {
+        let channel = eyrie_wire::connect(target).await.ok()?;
+        Some(TargetClient::new(channel).describe(DescribeRequest {}).await.ok()?.into_inner())
+    };
+    tokio::time::timeout(PATIENCE, asked).await.ok()?
 }
 
 /// The gateway's word on the model, once it is serving: before that it would make the call wait.
 async fn get_model(gateway: &Address) -> Option<Model> {
-    let channel = eyrie_wire::connect(gateway).await.ok()?;
-    let everything = HealthCheckRequest { service: String::new() };
-    let health = HealthClient::new(channel.clone()).check(everything).await.ok()?.into_inner();
-    if health.status() != ServingStatus::Serving {
-        return None;
-    }
-    Some(GenerationClient::new(channel).get_model(GetModelRequest {}).await.ok()?.into_inner())
+    let asked = async {
+        let channel = eyrie_wire::connect(gateway).await.ok()?;
+        let everything = HealthCheckRequest { service: String::new() };
+        let health = HealthClient::new(channel.clone()).check(everything).await.ok()?.into_inner();
+        if health.status() != ServingStatus::Serving {
+            return None;
+        }
+        Some(GenerationClient::new(channel).get_model(GetModelRequest {}).await.ok()?.into_inner())
+    };
+    tokio::time::timeout(PATIENCE, asked).await.ok()?
 }

@@ -42,9 +42,7 @@ pub(crate) enum ImportError {
     Descriptors { given: usize },
     #[error("nobody waits for it any more")]
     GivenUp,
-    #[error(
-        "{0}; a draft that shares no memory with its target, as on another host, needs --shared-weights target or a folder"
-    )]
+    #[error("{0}{advice}", advice = advice(.0))]
     Door(#[from] DoorError),
     #[error("shared weights: {0}")]
     Region(#[from] RegionError),
@@ -56,6 +54,16 @@ pub(crate) enum ImportError {
     Model(#[from] ModelError),
     #[error("loading the head failed: {0}")]
     Task(#[from] tokio::task::JoinError),
+}
+
+/// What to do where there is no door at all.
+fn advice(error: &DoorError) -> &'static str {
+    match error {
+        DoorError::Silent { .. } | DoorError::Refused { .. } => "",
+        _ => {
+            "; a draft that shares no memory with its target, as on another host, needs --shared-weights target or a folder"
+        }
+    }
 }
 
 /// What every import of this service works with.

@@ -115,7 +115,7 @@ async fn what_cannot_be_served_ends_with_one_line() {
         (TargetOptions { model_dir: missing, ..good.clone() }, "none"),
         (TargetOptions { listen: taken, ..good.clone() }, "cannot listen on unix:"),
         (TargetOptions { context: Some(5000), ..good.clone() }, "option context"),
-        (TargetOptions { capture: Some(vec![2, 99]), ..good.clone() }, "option capture"),
+        (TargetOptions { capture: Some(vec![2, 99]), ..good.clone() }, "option aux-layers"),
     ] {
         let error = run(options, Drain::new(), |_| {}).await.unwrap_err().to_string();
         assert!(error.contains(part) && !error.contains('\n'), "{error}");

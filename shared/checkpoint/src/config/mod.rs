@@ -185,7 +185,7 @@ impl TargetConfig {
             rms_norm_eps: f.positive("rms_norm_eps", 1e-6)?,
             latent_norm_eps: 1e-6,
             rope: RopeConfig::read(f, prefix)?,
-            max_position_embeddings: f.size("max_position_embeddings", MAX_POSITIONS)?,
+            max_position_embeddings: context(f)?,
             bos_token_id: None,
             eos_token_ids: Vec::new(),
             tie_word_embeddings: false,
@@ -266,4 +266,13 @@ pub(crate) fn read_config_json(dir: &Path) -> Result<(PathBuf, Value)> {
     let path = dir.join(CONFIG);
     let value = json::read(&path)?;
     Ok((path, value))
+}
+
+/// Positions, enough for a prompt and one more token.
+fn context(f: &Fields<'_>) -> Result<usize> {
+    let key = "max_position_embeddings";
+    match f.size(key, MAX_POSITIONS)? {
+        1 => Err(f.refuse(key, "must be at least 2: a prompt and one more token")),
+        positions => Ok(positions),
+    }
 }
