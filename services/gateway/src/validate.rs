@@ -206,7 +206,10 @@ fn prompt(prompt: Option<Prompt>, served: &Served, max_bytes: usize) -> Result<V
 }
 
 fn no_room(context: u32, given: impl Display) -> Status {
-    refuse(Reason::Context, format!("prompt and one more token must fit the context of {context}, given {given}"))
+    refuse(
+        Reason::Context,
+        format!("prompt and one more token must fit the context of {context}, given {given}"),
+    )
 }
 
 fn max_tokens(wanted: Option<u32>, prompt: usize, card: &ModelCard) -> Result<u32, Status> {

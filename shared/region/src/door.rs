@@ -243,8 +243,8 @@ impl FdDoor {
         stream.set_write_timeout(Some(left)).map_err(failed("set its timeout"))?;
         stream.set_read_timeout(Some(left)).map_err(failed("set its timeout"))?;
         stream.write_all(token.as_bytes()).map_err(failed("send the token"))?;
-        let (answer, fds) = recv_fds(&stream, MAX_ANSWER, MAX_FDS)
-            .map_err(|source| match source.is_timeout() {
+        let (answer, fds) =
+            recv_fds(&stream, MAX_ANSWER, MAX_FDS).map_err(|source| match source.is_timeout() {
                 true => DoorError::Silent { path: path.to_owned(), timeout },
                 false => DoorError::Answer { path: path.to_owned(), source },
             })?;

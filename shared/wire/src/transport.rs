@@ -231,7 +231,7 @@ impl Connected for Connection {
 }
 
 macro_rules! either {
-    ($self:ident, $stream:ident => $call:expr) => {
+    ($self:expr, $stream:ident => $call:expr) => {
         match &mut $self.get_mut().io {
             Io::Tcp(stream) => {
                 let $stream = Pin::new(stream);
