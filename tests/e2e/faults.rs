@@ -94,6 +94,9 @@ async fn a_draft_that_misbehaves_costs_speed_alone() {
         assert!(draft.injected() > 0, "{fault:?} was never done");
         let expected = if verified { drafted } else { without };
         assert!(expected > 0, "{fault:?}: {drafted} drafted, {without} rounds without a draft");
+        // What is only late may be in time: for a gateway that is slow itself, or when another sequence is answered soon.
+        let is_usable = verified || matches!(fault, DraftFault::Slow(_) | DraftFault::Late);
+        assert!(is_usable || drafted == 0, "{fault:?}: {drafted} drafted");
         // What a draft has swallowed is only made up for on a new stream.
         draft.set(if matches!(fault, DraftFault::Swallow) { DraftFault::Break } else { DraftFault::None });
         heals(&trio, &requests, &format!("after {fault:?}")).await;
