@@ -48,7 +48,8 @@ fn assert_overdue(outcome: Result<Outcome, Status>) {
 }
 
 /// Waits until `closes` sequences have been closed and all is at rest, and looks at what was computed meanwhile: the step
-/// under way when the news left, and one that may have begun before it came.
+/// under way when the news left, and one that may have begun before it came. What begins once it has come is none of that
+/// sequence's: the target's `leaving_tests` know the moment.
 async fn stops(trio: &Trio, target: &TargetProxy, closes: u32) {
     target.passed(|passed| passed.closes == closes).await;
     let before = load(&trio.at("target")).await.unwrap();

@@ -1,8 +1,15 @@
 //! P1 and P3 with processes that crash: the tokens are those of an undisturbed run, or there is one clear status, and
 //! nothing is left behind.
 
+use std::time::Duration;
+
 use crate::EYRIE;
-use eyrie_tests::{Asked, Outcome, Signal, Trio, ask, client, collect, goldens, speculating};
+use eyrie_tests::{
+    Asked, Outcome, Signal, TargetFault, TargetProxy, Trio, ask, client, collect, goldens, load, speculating,
+    until,
+};
+use eyrie_wire::v1::DescribeRequest;
+use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::{reason_of, retry_after};
 use tonic::{Code, Status};
 
@@ -90,6 +97,45 @@ async fn a_frozen_draft_leaves_nothing_behind_once_it_goes_on() {
     assert_eq!(ids(&outcomes), expected);
     trio.signal("draft", Signal::CONT);
     trio.speculating().await;
+    trio.at_rest().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_draft_that_slept_while_its_target_was_restarted_is_had_again_in_the_same_stream() {
+    let mut trio = Trio::new(EYRIE);
+    trio.start_target("target", &[]);
+    trio.start_draft("target");
+    let proxy = TargetProxy::start(&trio.at("to-target"), &trio.at("target")).await;
+    trio.start_gateway("to-target", "draft", &[]);
+    trio.speculating().await;
+    let asked = ask(&goldens()[1].prompt_ids, 3 * TOKENS).auto().sampled(0.7, 5);
+    let mut client = client(&trio.at("gateway")).await;
+    let expected = asked.run(&mut client).await.unwrap().ids;
+
+    let before = proxy.passed(|_| true).await.commits;
+    let stream = client.generate_stream(asked.0).await.unwrap().into_inner();
+    let running = tokio::spawn(collect(stream, |_| {}));
+    proxy.passed(|passed| passed.commits > before + 20).await;
+    // So that it is not over before the draft is back.
+    proxy.set(TargetFault::Slow(Duration::from_millis(50)));
+    trio.signal("draft", Signal::STOP);
+    trio.kill("target");
+    trio.start_target("target", &[]);
+    let target = trio.at("target");
+    until("the stream to go on", async || load(&target).await.ok().filter(|load| load.steps > 8)).await;
+    let channel = eyrie_wire::connect(&target.parse().unwrap()).await.unwrap();
+    let card = TargetClient::new(channel).describe(DescribeRequest {}).await.unwrap().into_inner();
+    let left_behind: Vec<_> = card.left_behind.iter().map(|importer| importer.holder.as_str()).collect();
+    assert_eq!(left_behind, ["draft"], "it holds the boot before");
+    trio.signal("draft", Signal::CONT);
+    trio.speculating().await;
+    proxy.set(TargetFault::None);
+
+    let outcome = running.await.unwrap().unwrap();
+    assert_eq!(outcome.ids, expected);
+    let last = outcome.rounds.iter().rev().take(20);
+    assert!(last.filter(|round| !round.proposed.is_empty()).count() > 0, "{:?}", outcome.usage);
+    assert!(outcome.usage.rounds_without_draft > 0, "{:?}", outcome.usage);
     trio.at_rest().await;
 }
 

@@ -8,11 +8,13 @@ use eyrie_wire::v1::generation_client::GenerationClient;
 use eyrie_wire::v1::speculation::Mode;
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{
-    DetokenizeRequest, DraftFrame, DraftItem, FeatureRef, GenerateRequest, Hello, LeaseFrame, Propose,
-    ReadFileRequest, Speculation, TargetFrame, TargetItem, TokenIds, TokenizeRequest, TreeShape, Verify,
-    draft_item, draft_out, feature_ref, generate_request, target_item, target_out,
+    Committed, DetokenizeRequest, DraftFrame, DraftItem, FeatureRef, GenerateRequest, Hello, LeaseFrame,
+    Limits, Open, Propose, ReadFileRequest, Sampling, Speculation, TargetFrame, TargetItem, TokenIds,
+    TokenizeRequest, TreeShape, Verify, draft_item, draft_out, feature_ref, generate_request, target_item,
+    target_out,
 };
 use eyrie_wire::{MAX_MESSAGE, PROTOCOL_VERSION, reason_of};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
@@ -126,6 +128,48 @@ async fn every_field_passes_at_its_limit_and_one_more_is_refused() {
     }
 }
 
+/// One way a frame of items that are refused, the other the replies of the longest credit, asked for again as often as
+/// may be at once.
+async fn target_frames_of_5_mib(channel: Channel) {
+    let mut target = TargetClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
+    let item = |seq, op| TargetItem { seq, op: Some(op) };
+    let verify = Verify { round: 1, base_len: 1, root: 1, tokens: vec![4095; 700], ..Default::default() };
+    let refused = (1..=4096).map(|n| item(u64::MAX - n, target_item::Op::Verify(verify.clone())));
+    let frame = TargetFrame { hello: hello(), items: refused.collect() };
+    assert!(eyrie_wire::Message::encoded_len(&frame) > 5 * MIB);
+    let (frames, asked) = tokio::sync::mpsc::channel(1);
+    frames.send(frame).await.unwrap();
+    let mut replies = target.rounds(ReceiverStream::new(asked)).await.unwrap().into_inner();
+    let mut next = async || replies.message().await.unwrap().unwrap();
+    let mut refused = 0;
+    while refused < 4096 {
+        let outs = next().await.outs;
+        refused += outs.iter().filter(|out| matches!(out.body, Some(target_out::Body::Error(_)))).count();
+    }
+
+    let seq = u64::MAX;
+    let limits = Limits { max_tokens: 2000, ignore_eos: true, ..Default::default() };
+    let sampling = Some(Sampling { top_p: 1.0, ..Default::default() });
+    let open = Open { tokens: vec![9], limits: Some(limits), sampling, ..Default::default() };
+    let send = async |items| frames.send(TargetFrame { hello: None, items }).await.unwrap();
+    send(vec![item(seq, target_item::Op::Open(open))]).await;
+    let opened = next().await.outs;
+    let Some(target_out::Body::Committed(Committed { tokens, .. })) = &opened[0].body else {
+        panic!("{opened:?}")
+    };
+    let verify = Verify { round: 1, base_len: 1, root: tokens[0], steps: 1024, ..Default::default() };
+    let verify = item(seq, target_item::Op::Verify(verify));
+    send(vec![verify.clone()]).await;
+    let mut credit = Vec::new();
+    while credit.len() < 1024 {
+        credit.extend(next().await.outs);
+    }
+    send(vec![verify; 255]).await;
+    let again = next().await;
+    assert!(eyrie_wire::Message::encoded_len(&again) > 5 * MIB, "{} replies", again.outs.len());
+    assert!(again.outs.len() == 255 * 1024 && again.outs.chunks(1024).all(|replies| replies == credit));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_of_5_mib_pass_at_every_service() {
     let fleet = Fleet::start(EYRIE, &[]);
@@ -134,21 +178,7 @@ async fn frames_of_5_mib_pass_at_every_service() {
     let ids = generation(&fleet).await.tokenize(request).await.unwrap().into_inner().ids;
     assert!(ids.iter().map(|&id| if id < 128 { 1 } else { 2 }).sum::<usize>() > 5 * MIB, "{}", ids.len());
 
-    // A frame's 4,096 items are answered by far less than this: one way only.
-    let seqs = u64::MAX - 4096..u64::MAX;
-    let verify = Verify { round: 1, base_len: 1, root: 1, tokens: vec![4095; 700], ..Default::default() };
-    let op = Some(target_item::Op::Verify(verify));
-    let items = seqs.clone().map(|seq| TargetItem { seq, op: op.clone() }).collect();
-    let frame = TargetFrame { hello: hello(), items };
-    assert!(eyrie_wire::Message::encoded_len(&frame) > 5 * MIB);
-    let target = TargetClient::new(channel(&fleet.ready().target).await);
-    let mut target = target.max_decoding_message_size(MAX_MESSAGE);
-    let mut replies = target.rounds(tokio_stream::once(frame)).await.unwrap().into_inner();
-    let mut refused = 0;
-    while let Some(reply) = replies.message().await.unwrap() {
-        refused += reply.outs.iter().filter(|o| matches!(o.body, Some(target_out::Body::Error(_)))).count();
-    }
-    assert_eq!(refused, seqs.count());
+    target_frames_of_5_mib(channel(&fleet.ready().target).await).await;
 
     // 1,200 rows of features inline, and items enough to be answered by as much.
     let base_len = 1200;

@@ -220,3 +220,58 @@ impl Generation for Api {
         Ok(Response::new(self.model(&served)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Context, Waker};
+
+    use eyrie_service::Drain;
+    use eyrie_wire::{Address, Dialer};
+    use tokio::task::spawn_blocking;
+
+    use super::*;
+    use crate::GatewayOptions;
+
+    async fn texts_wait() {
+        let options = GatewayOptions::new(Address::Tcp("127.0.0.1:0".to_owned()), [], []);
+        let api = Api::new(Gateway::start(options, Dialer::default(), 1, Drain::new()));
+        let encoders = &api.gateway.encoders;
+        let all = encoders.available_permits();
+        let mut context = Context::from_waker(Waker::noop());
+
+        let others = encoders.acquire_many(all as u32).await.unwrap();
+        let ran = Arc::new(AtomicBool::new(false));
+        let runs = Arc::clone(&ran);
+        let mut waits = pin!(api.off_reactor(None, move || {
+            runs.store(true, Ordering::Relaxed);
+            Ok(())
+        }));
+        assert!(waits.as_mut().poll(&mut context).is_pending());
+        spawn_blocking(|| ()).await.unwrap();
+        assert!(!ran.load(Ordering::Relaxed), "a thread was taken before its turn");
+        drop(others);
+        waits.await.unwrap();
+        assert!(ran.load(Ordering::Relaxed));
+
+        let (done, wait) = std::sync::mpsc::channel();
+        let mut left = Box::pin(api.off_reactor(None, move || {
+            let _ = wait.recv();
+            Ok(())
+        }));
+        assert!(left.as_mut().poll(&mut context).is_pending());
+        drop(left);
+        assert_eq!(encoders.available_permits(), all - 1, "its thread still works");
+        done.send(()).unwrap();
+        spawn_blocking(|| ()).await.unwrap();
+        assert_eq!(encoders.available_permits(), all);
+    }
+
+    #[test]
+    fn a_text_waits_for_its_turn_and_keeps_it_though_its_client_leaves() {
+        // One thread takes what it is given in order.
+        let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build();
+        runtime.unwrap().block_on(texts_wait());
+    }
+}

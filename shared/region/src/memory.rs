@@ -11,8 +11,14 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 /// Bytes that could be allocated now: what the kernel calls available, and no more than this process's control group and
 /// those above it have left. Never above `isize::MAX`; that much, too, where `/proc` tells nothing.
 pub fn available_memory() -> u64 {
-    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
-    [machine, cgroup_available()].into_iter().flatten().fold(isize::MAX as u64, u64::min)
+    available(Path::new("/proc"), Path::new(CGROUPS))
+}
+
+fn available(proc: &Path, cgroups: &Path) -> u64 {
+    let machine = fs::read_to_string(proc.join("meminfo")).ok().and_then(|text| mem_available(&text));
+    let groups = fs::read_to_string(proc.join("self/cgroup")).ok();
+    let group = groups.and_then(|groups| cgroup_available(&groups, cgroups));
+    [machine, group].into_iter().flatten().fold(isize::MAX as u64, u64::min)
 }
 
 fn mem_available(meminfo: &str) -> Option<u64> {
@@ -21,10 +27,9 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-fn cgroup_available() -> Option<u64> {
-    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+fn cgroup_available(groups: &str, root: &Path) -> Option<u64> {
     let path = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    least_left(Path::new(CGROUPS), path)
+    least_left(root, path)
 }
 
 /// The least that the group at `path` below `root`, or a group above it, has left.
@@ -115,6 +120,25 @@ mod tests {
         assert_eq!(least_left(root.path(), "a/b"), Some(10));
         write(&root.path().join("a"), "2000\n", "2001\n");
         assert_eq!(least_left(root.path(), "a/b"), Some(0));
+    }
+
+    #[test]
+    fn what_is_left_of_the_own_group_counts_beside_what_the_machine_has() {
+        let root = tempfile::tempdir().unwrap();
+        let (proc, groups) = (root.path().join("proc"), root.path().join("cgroup"));
+        let available = || available(&proc, &groups);
+        assert_eq!(available(), isize::MAX as u64, "nothing is known");
+        for dir in [proc.join("self"), groups.join("a/b")] {
+            fs::create_dir_all(dir).unwrap();
+        }
+        fs::write(proc.join("meminfo"), "MemAvailable:        100 kB\n").unwrap();
+        fs::write(proc.join("self/cgroup"), "1:name=systemd:/x\n0::/a/b\n").unwrap();
+        assert_eq!(available(), 102_400);
+        fs::write(groups.join("a/b/memory.max"), "5000\n").unwrap();
+        fs::write(groups.join("a/b/memory.current"), "900\n").unwrap();
+        assert_eq!(available(), 4100);
+        fs::write(groups.join("a/b/memory.max"), "500000\n").unwrap();
+        assert_eq!(available(), 102_400);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use eyrie_wire::v1::draft_client::DraftClient;
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::draft_server::{Draft, DraftServer};
 use eyrie_wire::v1::{
-    DescribeDraftRequest, DraftCard, DraftFrame, DraftReply, DrainReply, DrainRequest, Proposal,
+    DescribeDraftRequest, DraftCard, DraftFrame, DraftOut, DraftReply, DrainReply, DrainRequest, Proposal,
 };
 use eyrie_wire::{MAX_MESSAGE, Reason, connect, refuse};
 use tokio_stream::{Stream, StreamExt};
@@ -17,7 +17,7 @@ use tonic::service::Routes;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Deed, Tasks, cut};
+use super::{Deed, Tasks, cut, padding};
 
 /// What is done to every frame of the streams between gateway and draft.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +46,8 @@ pub enum DraftFault {
     Break,
     /// The draft says at the next reply that it is attached to another boot of the target.
     Stale,
+    /// The next reply carries this many bytes more, for a sequence that nobody has.
+    Padded(usize),
 }
 
 /// Stands in for the draft.
@@ -57,6 +59,7 @@ struct Shared {
     to: String,
     fault: Mutex<DraftFault>,
     injected: AtomicU32,
+    streams: AtomicU32,
     tasks: Tasks,
 }
 
@@ -64,8 +67,8 @@ impl DraftProxy {
     /// Listens at `from` and passes on to the draft at `to`, which need not be there yet.
     pub async fn start(from: &str, to: &str) -> Self {
         let (to, fault) = (to.to_owned(), Mutex::new(DraftFault::None));
-        let (injected, tasks) = (AtomicU32::new(0), Tasks::default());
-        let proxy = Self(Arc::new(Shared { to, fault, injected, tasks }));
+        let (injected, streams, tasks) = (AtomicU32::new(0), AtomicU32::new(0), Tasks::default());
+        let proxy = Self(Arc::new(Shared { to, fault, injected, streams, tasks }));
         let server = DraftServer::new(proxy.clone()).max_decoding_message_size(MAX_MESSAGE);
         proxy.0.tasks.serve(from, Routes::new(server)).await;
         proxy
@@ -79,6 +82,11 @@ impl DraftProxy {
     /// How often a fault was done since this was last asked.
     pub fn injected(&self) -> u32 {
         self.0.injected.swap(0, Relaxed)
+    }
+
+    /// Rounds streams that were made.
+    pub fn streams(&self) -> u32 {
+        self.0.streams.load(Relaxed)
     }
 
     fn inject<M>(&self, deed: Deed<M>) -> Deed<M> {
@@ -138,6 +146,12 @@ impl DraftProxy {
                 let status = if matches!(fault, DraftFault::Stale) { stale() } else { cut() };
                 return self.inject(Deed { breaks: Some(status), ..Deed::pass([]) });
             }
+            DraftFault::Padded(bytes) => {
+                self.set(DraftFault::None);
+                let body = Some(Body::Error(padding(bytes)));
+                reply.outs.push(DraftOut { seq: u64::MAX, round: 0, body });
+                return self.inject(Deed::pass([reply]));
+            }
             DraftFault::None | DraftFault::AskedTwice => {}
         }
         Deed::pass(held.take().into_iter().chain([reply]))
@@ -171,6 +185,7 @@ impl Draft for DraftProxy {
         request: Request<Streaming<DraftFrame>>,
     ) -> Result<Response<Self::RoundsStream>, Status> {
         let (asking, replying) = (self.clone(), self.clone());
+        self.0.streams.fetch_add(1, Relaxed);
         let frames = self.0.tasks.relay(request.into_inner(), move |frame| asking.ask(frame));
         let replies = self.client().await?.rounds(frames.map_while(Result::ok)).await?.into_inner();
         let mut held = None;

@@ -13,6 +13,7 @@ use std::future::Future;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use eyrie_wire::v1::ItemError;
 use eyrie_wire::{Address, Listener};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -40,6 +41,11 @@ impl<M> Deed<M> {
 /// What a stream ends with that was cut.
 fn cut() -> Status {
     Status::unavailable("cut by the proxy")
+}
+
+/// An answer of this many bytes that says nothing.
+fn padding(bytes: usize) -> ItemError {
+    ItemError { message: "~".repeat(bytes), ..ItemError::default() }
 }
 
 /// Tasks that end with their proxy.

@@ -3,6 +3,7 @@
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::target_item::Op;
@@ -16,7 +17,7 @@ use tonic::service::Routes;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Deed, Tasks, cut};
+use super::{Deed, Tasks, cut, padding};
 
 /// What is done to the streams between gateway and target.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +36,10 @@ pub enum TargetFault {
     BreakAtOpen,
     /// The stream ends once, behind the reply that is this many away.
     BreakAfter(u32),
+    /// Replies come this much later.
+    Slow(Duration),
+    /// The next reply carries this many bytes more, for a sequence that nobody has.
+    Padded(usize),
 }
 
 /// What has passed since the proxy was started.
@@ -57,6 +62,7 @@ struct Shared {
     to: String,
     fault: Mutex<TargetFault>,
     injected: AtomicU32,
+    streams: AtomicU32,
     passed: watch::Sender<Passed>,
     tasks: Tasks,
 }
@@ -68,8 +74,8 @@ impl TargetProxy {
     pub async fn start(from: &str, to: &str) -> Self {
         let (to, fault) = (to.to_owned(), Mutex::new(TargetFault::None));
         let passed = watch::Sender::new(Passed::default());
-        let (injected, tasks) = (AtomicU32::new(0), Tasks::default());
-        let proxy = Self(Arc::new(Shared { to, fault, injected, passed, tasks }));
+        let (injected, streams, tasks) = (AtomicU32::new(0), AtomicU32::new(0), Tasks::default());
+        let proxy = Self(Arc::new(Shared { to, fault, injected, streams, passed, tasks }));
         let server = TargetServer::new(proxy.clone()).max_decoding_message_size(MAX_MESSAGE);
         proxy.0.tasks.serve(from, Routes::new(server)).await;
         proxy
@@ -87,6 +93,11 @@ impl TargetProxy {
     /// How often a fault was done since this was last asked.
     pub fn injected(&self) -> u32 {
         self.0.injected.swap(0, Relaxed)
+    }
+
+    /// Rounds streams that were made.
+    pub fn streams(&self) -> u32 {
+        self.0.streams.load(Relaxed)
     }
 
     fn inject<M>(&self, deed: Deed<M>) -> Deed<M> {
@@ -135,7 +146,7 @@ impl TargetProxy {
         });
     }
 
-    fn reply(&self, reply: TargetReply, before: &mut Option<TargetReply>) -> Deed<TargetReply> {
+    fn reply(&self, mut reply: TargetReply, before: &mut Option<TargetReply>) -> Deed<TargetReply> {
         self.count(&reply);
         if reply.hello.is_some() {
             return Deed::pass([reply]);
@@ -157,6 +168,12 @@ impl TargetProxy {
             TargetFault::BreakAfter(replies) => {
                 self.set(TargetFault::BreakAfter(replies - 1));
                 Deed::pass([reply])
+            }
+            TargetFault::Slow(after) => self.inject(Deed { after, ..Deed::pass([reply]) }),
+            TargetFault::Padded(bytes) => {
+                self.set(TargetFault::None);
+                reply.outs.push(TargetOut { seq: u64::MAX, body: Some(Body::Error(padding(bytes))) });
+                self.inject(Deed::pass([reply]))
             }
             _ => Deed::pass([reply]),
         }
@@ -189,6 +206,7 @@ impl Target for TargetProxy {
     ) -> Result<Response<Self::RoundsStream>, Status> {
         let (asking, replying) = (self.clone(), self.clone());
         let (mut asked, mut replied) = (Vec::new(), None);
+        self.0.streams.fetch_add(1, Relaxed);
         let frames = self.0.tasks.relay(request.into_inner(), move |frame| asking.ask(frame, &mut asked));
         let replies = self.client().await?.rounds(frames.map_while(Result::ok)).await?.into_inner();
         let replies = self.0.tasks.relay(replies, move |reply| replying.reply(reply, &mut replied));

@@ -308,6 +308,18 @@ mod tests {
     }
 
     #[test]
+    fn a_full_queue_beside_closes_fills_more_than_one_frame() {
+        let (link, mut items) = link();
+        let stays = link.register().unwrap();
+        for _ in 0..QUEUE {
+            stays.try_send(Op::Revoke(Revoke {})).unwrap();
+        }
+        link.shared.table.lock().closing = (10..110).collect();
+        let mut frame = || link.shared.gather(None, &mut items).unwrap().len();
+        assert_eq!((frame(), frame()), (FRAME_ITEMS, QUEUE + 100 - FRAME_ITEMS));
+    }
+
+    #[test]
     fn too_many_closes_are_worth_a_new_stream() {
         let (link, mut items) = link();
         link.shared.table.lock().closing = (0..=CLOSES as u64).collect();

@@ -5,6 +5,8 @@ mod features;
 mod gauges;
 mod items;
 mod kept;
+#[cfg(test)]
+mod leaving_tests;
 mod load;
 mod mailbox;
 mod paging;
