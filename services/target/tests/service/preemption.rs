@@ -257,6 +257,23 @@ async fn a_sequence_that_says_nothing_for_a_while_gives_way_to_its_equals() {
     server.stop().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_page_shared_with_a_sequence_that_gives_way_needs_no_page_for_its_copy() {
+    // Ten pages: five of the first sequence, and the five that the second one needs beside the four that it shares.
+    let server = Server::start_with(|options| options.kv_tokens = 640).await;
+    let text: Vec<u32> = goldens(30).into_iter().flat_map(|golden| golden.prompt).collect();
+    let mut prompt = text[..575].to_vec();
+    prompt[230] = (prompt[230] + 1) % 4096;
+    let mut rounds = server.rounds(1).await;
+    rounds.send(1, of_priority(1, greedy(&text[..300], 9))).await;
+    rounds.committed().await;
+    rounds.send(2, of_priority(0, greedy(&prompt, 1))).await;
+    let opened = rounds.committed().await;
+    assert_eq!((opened.kv_len, opened.cached), (575, 3 * 64));
+    assert_eq!(server.load().await.preemptions, 1);
+    server.stop().await;
+}
+
 /// One sequence of a random run.
 #[derive(Debug, Clone)]
 struct Job {
