@@ -1,7 +1,7 @@
 //! Prompts that begin alike: computed once, with the same tokens and the same rounds.
 
 use crate::EYRIE;
-use eyrie_tests::{Asked, Fleet, Outcome, Signal, ask, client, goldens, signal, until};
+use eyrie_tests::{Asked, Fleet, Outcome, Signal, Trio, ask, client, goldens, signal, until};
 use eyrie_wire::v1::GetModelRequest;
 
 /// Tokens that all prompts of these tests begin with.
@@ -9,6 +9,8 @@ const COMMON: usize = 150;
 const TOKENS: u32 = 48;
 /// The cache keeps whole pages of this many tokens.
 const PAGE: u32 = 64;
+/// Bytes of the feature rows of a page: 3 captured streams of 384 values a row.
+const ROWS_BYTES: u32 = PAGE * 3 * 384 * 4;
 
 /// Requests that begin alike and go on in every way: plain, chains and trees, greedy and sampled.
 fn requests() -> Vec<Asked> {
@@ -27,7 +29,11 @@ fn requests() -> Vec<Asked> {
 }
 
 async fn run_all(fleet: &Fleet, requests: &[Asked]) -> Vec<Outcome> {
-    let mut client = client(&fleet.ready().grpc).await;
+    run_at(&fleet.ready().grpc, requests).await
+}
+
+async fn run_at(gateway: &str, requests: &[Asked]) -> Vec<Outcome> {
+    let mut client = client(gateway).await;
     let mut outcomes = Vec::new();
     for asked in requests {
         outcomes.push(asked.run(&mut client).await.unwrap());
@@ -46,6 +52,7 @@ async fn hits_change_neither_tokens_nor_what_the_draft_is_good_for() {
     let wanted = run_all(&cold, &requests).await;
     assert!(wanted.iter().all(|outcome| outcome.usage.cached_tokens == 0));
     drop(cold);
+    with_half_of_the_feature_rows(&requests, &wanted).await;
 
     let fleet = Fleet::start(EYRIE, &["--restart"]);
     for pass in 0..2 {
@@ -71,6 +78,21 @@ async fn hits_change_neither_tokens_nor_what_the_draft_is_good_for() {
     })
     .await;
     check(&run_all(&fleet, &requests).await, &wanted);
+}
+
+/// The prompts have eight pages that differ: the two that they begin with, and one each. A draft may start late for want of
+/// rows, and a prompt is computed from its first page without rows on.
+async fn with_half_of_the_feature_rows(requests: &[Asked], wanted: &[Outcome]) {
+    let trio = Trio::start(EYRIE, &["--aux-cache-bytes", &(4 * ROWS_BYTES).to_string()]);
+    trio.speculating().await;
+    let others: Vec<Asked> = goldens().iter().map(|golden| ask(&golden.prompt_ids, TOKENS)).collect();
+    for pass in 0..2 {
+        for (i, (asked, wanted)) in requests.iter().zip(wanted).enumerate() {
+            let got = run_at(&trio.at("gateway"), &[asked.clone(), others[i].clone()]).await;
+            assert_eq!(got[0].ids, wanted.ids, "request {i} of pass {pass}");
+            assert!(got[0].usage.cached_tokens > 0 || (pass, i) == (0, 0), "request {i} of pass {pass}");
+        }
+    }
 }
 
 fn check(got: &[Outcome], wanted: &[Outcome]) {

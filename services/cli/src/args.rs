@@ -297,7 +297,7 @@ pub(crate) struct DraftArgs {
     /// Tokens that the draft's KV cache holds, over all targets; its memory is taken when it attaches
     #[arg(long, value_name = "N", default_value_t = 16_384)]
     pub(crate) cache_tokens: usize,
-    /// Bytes of that cache that keep ended sequences for prompts that begin alike; 0 keeps none
+    /// Bytes of that cache, over all targets, that keep ended sequences for prompts that begin alike; 0 keeps none
     /// [default: what is free]
     #[arg(long, value_name = "BYTES")]
     pub(crate) prefix_cache_bytes: Option<u64>,

@@ -58,7 +58,7 @@ pub async fn run(
     let (engine, engine_ended) = EngineHandle::start(EngineSizes {
         max_sequences: options.max_sequences,
         max_draft_tokens: options.max_draft_tokens,
-        prefix_cache_bytes: options.prefix_cache_bytes,
+        prefix_cache_bytes: options.prefix_cache_bytes.map(|bytes| bytes / options.targets.len() as u64),
         unary_idle: options.unary_idle,
     })
     .map_err(DraftError::EngineStart)?;

@@ -47,7 +47,7 @@ pub struct DraftOptions {
     /// Positions that the draft's cache holds, over all sequences: 1 to 2³¹. Targets get equal shares of it.
     pub cache_tokens: usize,
     /// Bytes of that cache which may keep slots of ended sequences, for others whose tokens begin alike; 0 keeps none.
-    /// Default: as much as is free.
+    /// Targets get equal shares of it. Default: as much as is free.
     pub prefix_cache_bytes: Option<u64>,
     /// Threads that compute, 1 to 1,024.
     pub threads: usize,

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use eyrie_service::Drain;
 use eyrie_wire::v1::DraftReply;
 use eyrie_wire::{Reason, refuse};
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_stream::Stream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
@@ -20,6 +20,8 @@ pub(crate) struct Outgoing {
     replies: mpsc::Receiver<DraftReply>,
     ending: Ending,
     ended: bool,
+    // Given back before the reading half learns that this one is gone.
+    _room: OwnedSemaphorePermit,
     /// Tells the reading half that this one is gone.
     _gone: DropGuard,
 }
@@ -51,8 +53,14 @@ impl Ending {
 }
 
 impl Outgoing {
-    pub(crate) fn new(replies: mpsc::Receiver<DraftReply>, ending: Ending, gone: &CancellationToken) -> Self {
-        Self { replies, ending, ended: false, _gone: gone.clone().drop_guard() }
+    /// Takes up `room` for as long as somebody reads.
+    pub(crate) fn new(
+        replies: mpsc::Receiver<DraftReply>,
+        ending: Ending,
+        gone: &CancellationToken,
+        room: OwnedSemaphorePermit,
+    ) -> Self {
+        Self { replies, ending, ended: false, _room: room, _gone: gone.clone().drop_guard() }
     }
 }
 

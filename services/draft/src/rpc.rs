@@ -2,12 +2,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use eyrie_service::Drain;
 use eyrie_wire::v1::{self, draft_server::Draft};
-use eyrie_wire::{PROTOCOL_VERSION, Reason, refuse, with_reason};
-use tokio::sync::mpsc;
+use eyrie_wire::{
+    PROTOCOL_VERSION, Reason, check_frame, check_hello, check_items, first_frame, refuse, with_reason,
+};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -18,8 +19,8 @@ use crate::state::{Lease, LeaseState};
 
 /// Replies that wait for the network. A gateway that lags this far behind has stopped reading.
 const OUTGOING: usize = 256;
-/// How long a new stream may take to say hello.
-const HELLO_LIMIT: Duration = Duration::from_secs(10);
+/// Rounds streams and unary rounds at the same time: one for each gateway and target is usual.
+const MAX_STREAMS: usize = 256;
 
 /// The handlers of service `eyrie.v1.Draft`.
 #[derive(Debug)]
@@ -29,26 +30,24 @@ pub(crate) struct DraftService {
     head: HeadCard,
     drain: Drain,
     streams: AtomicU64,
+    room: Arc<Semaphore>,
 }
 
 impl DraftService {
     pub(crate) fn new(engine: EngineHandle, state: Arc<LeaseState>, head: HeadCard, drain: Drain) -> Self {
-        Self { engine, state, head, drain, streams: AtomicU64::new(0) }
+        let room = Arc::new(Semaphore::new(MAX_STREAMS));
+        Self { engine, state, head, drain, streams: AtomicU64::new(0), room }
+    }
+
+    /// Room for one more stream, given back when dropped.
+    fn take_room(&self) -> Result<OwnedSemaphorePermit, Status> {
+        let full = format!("{MAX_STREAMS} streams may be open at the same time, and as many are");
+        Arc::clone(&self.room).try_acquire_owned().map_err(|_| refuse(Reason::Busy, full))
     }
 
     /// The lease that a stream opened with `hello` runs under, and the answer to the hello.
     fn admit(&self, hello: Option<v1::Hello>) -> Result<(Arc<Lease>, v1::Hello), Status> {
-        let hello = hello.ok_or_else(|| {
-            refuse(Reason::InvalidArgument, "the first frame must carry a hello, given none")
-        })?;
-        if hello.protocol_version != PROTOCOL_VERSION {
-            let given = hello.protocol_version;
-            let what = format!("hello.protocol_version must be {PROTOCOL_VERSION}, given {given}");
-            return Err(refuse(Reason::ProtocolVersion, what));
-        }
-        if hello.boot_id == 0 {
-            return Err(refuse(Reason::InvalidArgument, "hello.boot_id must not be 0"));
-        }
+        let hello = check_hello(hello)?;
         if self.drain.is_draining() {
             return Err(refuse(Reason::Draining, "the draft is draining"));
         }
@@ -88,15 +87,10 @@ impl Draft for DraftService {
         request: Request<Streaming<v1::DraftFrame>>,
     ) -> Result<Response<Outgoing>, Status> {
         let mut frames = request.into_inner();
-        let first = tokio::time::timeout(HELLO_LIMIT, frames.message())
-            .await
-            .map_err(|_| {
-                let limit = HELLO_LIMIT.as_secs();
-                refuse(Reason::Deadline, format!("the first frame must come within {limit} s"))
-            })?
-            .map_err(with_reason)?
-            .ok_or_else(|| refuse(Reason::InvalidArgument, "the stream ended before its first frame"))?;
+        let room = self.take_room()?;
+        let first = first_frame(&mut frames).await?.unwrap_or_default();
         let (lease, hello) = self.admit(first.hello)?;
+        check_items(first.items.len())?;
         let (sender, receiver) = mpsc::channel(OUTGOING);
         // A fresh channel has room.
         let _ = sender.try_send(v1::DraftReply { hello: Some(hello.clone()), outs: Vec::new() });
@@ -108,7 +102,7 @@ impl Draft for DraftService {
             refused: Arc::clone(&refused),
             drain: self.drain.clone(),
         };
-        let outgoing = Outgoing::new(receiver, ending, &gone);
+        let outgoing = Outgoing::new(receiver, ending, &gone, room);
         let reader = Reader {
             engine: self.engine.clone(),
             stream: self.next_stream(),
@@ -125,7 +119,9 @@ impl Draft for DraftService {
 
     async fn round(&self, request: Request<v1::DraftFrame>) -> Result<Response<v1::DraftReply>, Status> {
         let v1::DraftFrame { hello, mut items } = request.into_inner();
+        let _room = self.take_room()?;
         let (lease, hello) = self.admit(hello)?;
+        check_items(items.len())?;
         let (sender, mut receiver) = mpsc::channel(items.len().max(1));
         let held = lease.take_in(&mut items).await;
         let frame = Frame {
@@ -184,12 +180,13 @@ impl Reader {
                 () = self.drain.draining() => break,
             };
             items = match frame {
-                Ok(Some(frame)) if frame.hello.is_some() => {
-                    let what = "hello may be in the first frame of a stream only";
-                    let _ = self.refused.set(refuse(Reason::InvalidArgument, what));
-                    break;
-                }
-                Ok(Some(frame)) => frame.items,
+                Ok(Some(frame)) => match check_frame(frame.hello.as_ref(), frame.items.len()) {
+                    Ok(()) => frame.items,
+                    Err(status) => {
+                        let _ = self.refused.set(status);
+                        break;
+                    }
+                },
                 Ok(None) => break,
                 Err(status) => {
                     tracing::debug!(stream = self.stream, "rounds stream broke: {}", status.message());

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use eyrie_region::Region;
 use eyrie_wire::v1::{DraftItem, Hello};
-use eyrie_wire::{Address, Reason, refuse};
+use eyrie_wire::{Address, Reason, check_fingerprint, refuse};
 use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -117,13 +117,7 @@ impl LeaseState {
                 format!("hello.epoch must be {limit} the attached targets: {attached}; given {epoch:016x}");
             return Err(refuse(Reason::StaleEpoch, what));
         };
-        if !hello.fingerprint.is_empty() && hello.fingerprint != lease.fingerprint {
-            let what = format!(
-                "hello.fingerprint must be {}, the attached target's, given {}",
-                lease.fingerprint, hello.fingerprint
-            );
-            return Err(refuse(Reason::StaleEpoch, what));
-        }
+        check_fingerprint(hello, &lease.fingerprint)?;
         Ok(lease)
     }
 

@@ -6,10 +6,13 @@ mod common;
 use common::exporter::Exporter;
 use common::reference::{Text, texts, texts_of};
 use common::{Draft, Rounds, item, proposal};
+use eyrie_draft::DraftOptions;
 use eyrie_wire::v1::{CloseDraft, DraftItem, FeatureRef, Proposal, Propose, TreeShape, draft_item};
 
 /// Slots of a page of the draft's cache.
 const PAGE: u32 = 32;
+/// Bytes of that page: keys and values of 2 heads of 64 values a slot.
+const PAGE_BYTES: u64 = PAGE as u64 * 2 * 2 * 64 * 4;
 const TREE: TreeShape = TreeShape { top_k: 3, levels: 3, nodes: 10 };
 
 /// A draft whose prefix cache may keep `bytes`, and the target it is attached to.
@@ -23,9 +26,13 @@ struct Pair {
 
 impl Pair {
     async fn start(bytes: Option<u64>) -> Self {
+        Self::start_with(|options| options.prefix_cache_bytes = bytes).await
+    }
+
+    async fn start_with(edit: impl FnOnce(&mut DraftOptions)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let exporter = Exporter::start(dir.path());
-        let draft = Draft::start_with(dir.path(), &exporter.address, |o| o.prefix_cache_bytes = bytes).await;
+        let draft = Draft::start_with(dir.path(), &exporter.address, edit).await;
         draft.until_attached(true).await;
         let rounds = draft.rounds(7).await;
         Self { exporter, draft, rounds, seq: 0, _dir: dir }
@@ -161,4 +168,20 @@ async fn slots_of_a_late_start_are_not_known_and_known_slots_reach_beyond_a_late
     let given = warm.rounds.proposal(warm.seq, Propose { features, k: 5, ..late }).await;
     assert_eq!(given, expected[0], "all positions are known, none is left out");
     warm.draft.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn targets_share_what_may_be_kept() {
+    for (others, kept) in [(0, 2 * PAGE), (1, PAGE)] {
+        let mut pair = Pair::start_with(|options| {
+            options.prefix_cache_bytes = Some(2 * PAGE_BYTES);
+            options.targets.extend((0..others).map(|i| format!("unix:/nowhere/{i}").parse().unwrap()));
+        })
+        .await;
+        let text = &texts(1)[0];
+        let first = pair.ingest(text, 3 * PAGE + 9).await;
+        pair.close(first).await;
+        assert_eq!(pair.held(text, 3 * PAGE + 9).await, kept);
+        pair.draft.stop().await;
+    }
 }

@@ -7,10 +7,13 @@ use common::exporter::{Exporter, SLOTS};
 use common::reference::{Text, texts};
 use common::{Draft, Rounds, item, proposal};
 use eyrie_draft::{DraftOptions, SharedSource};
+use eyrie_wire::reason_of;
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::feature_ref::At;
 use eyrie_wire::v1::{CloseDraft, DraftFrame, DraftItem, FeatureRef, Propose, TreeShape, draft_item};
 use serde_json::Value;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 
 const BOOT: u64 = 7;
 
@@ -453,5 +456,49 @@ async fn sequences_of_unary_calls_expire_and_those_of_streams_stay() {
     common::patient("the sequence to expire", async { while draft.lease().await.sequences != 1 {} }).await;
     assert!(begun.elapsed() >= idle, "{:?}", begun.elapsed());
     rounds.proposal(1, propose(text, t, t, vec![], 2)).await;
+    draft.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frame_holds_a_bounded_number_of_items() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_exporter, draft) = pair(&dir).await;
+    let none = |count: u64| (0..count).map(|seq| DraftItem { seq, op: None }).collect::<Vec<_>>();
+    let mut rounds = draft.rounds(BOOT).await;
+    rounds.send(none(4096)).await;
+    rounds.receive(4096).await;
+    rounds.send(none(4097)).await;
+    let ended = common::patient("the end", rounds.replies.message()).await.unwrap_err();
+    let frame = DraftFrame { hello: Some(common::hello(8)), items: none(4097) };
+    let mut client = draft.client().await;
+    let refused = client.round(frame.clone()).await.unwrap_err();
+    let (sender, frames) = mpsc::channel(1);
+    sender.try_send(frame).unwrap();
+    let first = client.rounds(ReceiverStream::new(frames)).await.unwrap_err();
+    for status in [ended, refused, first] {
+        assert_eq!(reason_of(&status).as_deref(), Some("INVALID_ARGUMENT"));
+        assert!(status.message().contains("4096, given 4097"), "{status}");
+    }
+    draft.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bounded_number_of_streams_is_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_exporter, draft) = pair(&dir).await;
+    let mut client = draft.client().await;
+    let mut open = Vec::new();
+    for boot in 1..=256 {
+        let (sender, frames) = mpsc::channel(1);
+        sender.try_send(DraftFrame { hello: Some(common::hello(boot)), items: Vec::new() }).unwrap();
+        open.push((sender, client.rounds(ReceiverStream::new(frames)).await.unwrap()));
+    }
+    let refused = draft.rounds_as(common::hello(257)).await.err().unwrap();
+    assert_eq!(reason_of(&refused).as_deref(), Some("BUSY"));
+    let frame = DraftFrame { hello: Some(common::hello(257)), items: Vec::new() };
+    assert!(draft.client().await.round(frame.clone()).await.is_err());
+    open.pop();
+    common::patient("a place", async { while draft.client().await.round(frame.clone()).await.is_err() {} })
+        .await;
     draft.stop().await;
 }

@@ -129,7 +129,10 @@ impl Sequence {
             Some(Body::Error(error)) => match halt(&error) {
                 // The target answers in order and a fetch is asked before the round it goes with: this is its answer.
                 // The draft only makes things faster, so a fetch that fails must not end the request.
-                Halt::Fatal(why) | Halt::Refused(why) if self.rounds.draft.fetch_failed() => {
+                Halt::Fatal(why) | Halt::Refused(why)
+                    if may_answer_fetch(&error, self.rounds.is_opening())
+                        && self.rounds.draft.fetch_failed() =>
+                {
                     tracing::warn!("rows for the draft cannot be had: {}", why.message());
                     Ok(None)
                 }
@@ -138,6 +141,13 @@ impl Sequence {
             Some(Body::Closed(_)) | None => Ok(None),
         }
     }
+}
+
+/// Whether `error` can be the answer to a fetch. While the sequence `is_opening`, any other than a refusal of the fetch
+/// itself is the answer to Open, which comes whenever the prompt is computed.
+fn may_answer_fetch(error: &ItemError, is_opening: bool) -> bool {
+    let refusals = [Reason::Unsupported, Reason::InvalidArgument];
+    !is_opening || refusals.iter().any(|reason| reason.as_str() == error.reason)
 }
 
 /// An error about where the sequence stands is mended by opening it again, one about the target's own state or size
@@ -159,5 +169,26 @@ fn halt(error: &ItemError) -> Halt {
         Halt::Refused(status_of(error))
     } else {
         Halt::Fatal(status_of(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use eyrie_wire::item_error;
+
+    use super::*;
+
+    #[test]
+    fn while_a_sequence_is_opened_only_refusals_of_a_fetch_answer_one() {
+        for (reason, opening) in [
+            (Reason::Unsupported, true),
+            (Reason::InvalidArgument, true),
+            (Reason::Internal, false),
+            (Reason::Busy, false),
+        ] {
+            let error = item_error(reason, "no");
+            assert_eq!(may_answer_fetch(&error, true), opening, "{reason:?}");
+            assert!(may_answer_fetch(&error, false), "{reason:?}");
+        }
     }
 }

@@ -57,11 +57,13 @@ struct Refusals {
     why: Option<Status>,
     /// Before it is tried everywhere again.
     pause: Duration,
+    /// When it is not tried any more.
+    until: Instant,
 }
 
 impl Refusals {
-    fn none() -> Self {
-        Self { by: Vec::new(), why: None, pause: FIRST_PAUSE }
+    fn none(until: Instant) -> Self {
+        Self { by: Vec::new(), why: None, pause: FIRST_PAUSE, until }
     }
 
     /// Of several reasons the one that passes is told.
@@ -194,11 +196,10 @@ impl Session {
 
     /// A sequence with its first token, at the first target that takes it.
     async fn opened(&mut self) -> Result<Sequence, Halt> {
-        let until = Instant::now() + self.gateway.options.target_timeout;
-        let mut refusals = Refusals::none();
+        let mut refusals = Refusals::none(Instant::now() + self.gateway.options.target_timeout);
         loop {
             let Some(place) = self.gateway.pool.place(&self.fingerprint, &refusals.by) else {
-                self.wait(&mut refusals, until).await.map_err(Halt::Fatal)?;
+                self.wait(&mut refusals).await.map_err(Halt::Fatal)?;
                 continue;
             };
             let (index, member) = (place.index, Arc::clone(&place.member));
@@ -217,18 +218,22 @@ impl Session {
     }
 
     /// Waits until it is worth trying every target again.
-    async fn wait(&mut self, refusals: &mut Refusals, until: Instant) -> Result<(), Status> {
+    async fn wait(&mut self, refusals: &mut Refusals) -> Result<(), Status> {
         refusals.by.clear();
         let Some(status) = refusals.why.take() else {
             self.waits = true;
-            self.gateway.pool.wait(&self.fingerprint, until).await?;
+            self.gateway.pool.wait(&self.fingerprint, refusals.until).await?;
             self.waits = false;
             // Where the stream broke between the state and the registration, the state follows at once.
             tokio::task::yield_now().await;
             return Ok(());
         };
-        let pause = refusals.pause;
-        if !self.waits_out(&status) || Instant::now() + pause >= until {
+        let (pause, now) = (refusals.pause, Instant::now());
+        if status.code() == Code::ResourceExhausted && self.generated() > 0 {
+            // Such a target is there, and a place at it comes with time: only the client bounds that.
+            refusals.until = now + pause + self.gateway.options.target_timeout;
+        }
+        if !self.waits_out(&status) || now + pause >= refusals.until {
             return Err(self.gateway.pool.judged(status, self.generated() > 0));
         }
         let id = &self.request.request_id;

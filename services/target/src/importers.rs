@@ -60,10 +60,12 @@ impl Importers {
         self.left_behind.get().map_or(&[], Vec::as_slice)
     }
 
+    /// Records the holder of a lease. Blocking, as [`left`](Self::left): both look at every importer's mappings.
     pub(crate) fn entered(&self, lease: LeaseId, importer: Importer) {
         self.note(|ledger| ledger.enter(lease, importer));
     }
 
+    /// Notes that a lease has ended. Blocking.
     pub(crate) fn left(&self, lease: LeaseId) {
         self.note(|ledger| ledger.strike(lease));
     }

@@ -18,6 +18,7 @@ enum Op {
     Cut(usize, u32),
     Publish(usize),
     Close(usize),
+    Discard(usize),
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
@@ -29,7 +30,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
             .prop_map(|(t, tokens, scratch)| Op::Grow(t, tokens, scratch)),
         (table.clone(), 0..16_u32).prop_map(|(t, len)| Op::Cut(t, len)),
         table.clone().prop_map(Op::Publish),
-        table.prop_map(Op::Close),
+        table.clone().prop_map(Op::Close),
+        table.prop_map(Op::Discard),
     ];
     proptest::collection::vec(op, 1..60)
 }
@@ -73,6 +75,10 @@ impl Bench {
             Op::Close(t) => {
                 self.publish(t);
                 self.pages.free(std::mem::take(&mut self.tables[t]).0);
+            }
+            Op::Discard(t) => {
+                self.pages.discard(std::mem::take(&mut self.tables[t]).0);
+                self.evicts = true;
             }
         }
     }
@@ -133,6 +139,10 @@ impl Bench {
                 let row = &self.rows[table.pool_slot(slot, page_rows).unwrap() as usize];
                 assert_eq!(row, &tokens[..=slot as usize + self.lookahead], "slot {slot}");
             }
+            let whole = &table.pages()[..table.len() as usize / page_rows];
+            let tree = &self.pages.prefixes.as_ref().unwrap().tree;
+            let known = whole.iter().take_while(|&&page| tree.contains(page)).count();
+            assert!(tree.longest(tokens).0.starts_with(&whole[..known]), "known pages in use are not found");
         }
         assert_eq!(holders, self.pages.holders);
         let free: HashSet<u32> = self.pages.free.iter().copied().collect();
@@ -215,6 +225,23 @@ fn a_table_that_needs_every_page_takes_the_one_it_would_copy() {
     assert_eq!((table.pages()[0], pages.free_pages()), (page, 0));
     assert_ne!(pages.generation(page), before);
     assert_eq!(pages.lookup(&[1, 2, 3]), SeqTable::default(), "it is not known any more");
+}
+
+#[test]
+fn a_page_that_outlived_its_parent_takes_none_with_it_that_stands_in_its_place() {
+    let mut pages = PageAllocator::new(4, 2).with_prefixes(0, 4);
+    let first = computed(&mut pages, &[1, 2, 3, 4]);
+    close(&mut pages, first, &[1, 2, 3, 4]);
+    let spoilt = pages.lookup(&[1, 2]);
+    let parent = spoilt.pages()[0];
+    pages.discard(spoilt);
+    assert_eq!(pages.idle_pages(), 1, "what followed it");
+    let mut second = computed(&mut pages, &[5, 6, 3, 4]);
+    assert_eq!(second.pages()[0], parent);
+    pages.publish(&mut second, &[5, 6, 3, 4]);
+    let other = computed(&mut pages, &[7, 7, 7, 7]);
+    assert_eq!((pages.free_pages(), pages.lookup(&[5, 6, 3, 4]).len()), (0, 4));
+    pages.free(other);
 }
 
 #[test]

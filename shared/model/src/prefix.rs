@@ -125,6 +125,8 @@ impl PrefixTree {
     pub(crate) fn forget(&mut self, page: u32) {
         if let Some(node) = self.nodes.remove(&page)
             && let Some(siblings) = self.children(node.parent)
+            // The parent may have been forgotten first, and its page stand elsewhere by now.
+            && siblings.get(&node.key) == Some(&page)
         {
             siblings.remove(&node.key);
         }

@@ -9,6 +9,7 @@ use tonic_health::server::HealthReporter;
 use tower::util::MapResponseLayer;
 
 use crate::reasons::give_reason;
+use crate::sent::mark_body;
 use crate::{Drain, LogCalls};
 
 /// Why serving ended early.
@@ -80,6 +81,7 @@ pub async fn serve(
     let serving = eyrie_wire::server()
         .layer(LogCalls)
         .layer(MapResponseLayer::new(give_reason))
+        .layer(MapResponseLayer::new(mark_body))
         .add_routes(routes)
         .serve_with_incoming_shutdown(listener.incoming(), async move { stop.stopped().await });
     // Hyper waits for open connections; peers that never close must not keep the process alive.

@@ -5,12 +5,16 @@
 
 mod address;
 mod dialer;
+mod frame;
 mod grant;
 mod status;
 mod transport;
 
 pub use address::{Address, AddressError};
 pub use dialer::{Dial, Dialer, Dialing, PeerChannel, in_process};
+pub use frame::{
+    MAX_FRAME_ITEMS, check_fingerprint, check_frame, check_hello, check_items, check_version, first_frame,
+};
 pub use grant::{GrantMessageError, grant_from_wire, grant_to_wire, ring_to_wire, slots_per_read};
 /// Encoding of the generated messages, for those who deal in bytes.
 pub use prost::Message;

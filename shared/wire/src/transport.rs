@@ -29,6 +29,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes of the preface (RFC 9113, 3.4) and of the head of the SETTINGS frame that must follow it.
 const GREETING: usize = 24 + 9;
+/// Calls of one connection at the same time. A client keeps more to itself, so it is above the limits that are told with
+/// a status.
+const MAX_CALLS: u32 = 2048;
 /// Connections that may wait to be accepted on a unix socket; tokio's own figure for TCP.
 const UNIX_BACKLOG: i32 = 1024;
 /// After a failed accept (no descriptors left) accepting rests: the socket stays readable and would spin otherwise.
@@ -68,7 +71,7 @@ pub fn channel(address: &Address) -> Result<Channel, tonic::transport::Error> {
     Ok(endpoint(address)?.connect_lazy())
 }
 
-/// A server builder with the same windows and keepalives.
+/// A server builder with the same windows and keepalives, and a limit of calls a connection.
 pub fn server() -> Server {
     Server::builder()
         .tcp_nodelay(true)
@@ -76,6 +79,7 @@ pub fn server() -> Server {
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_concurrent_streams(MAX_CALLS)
         .http2_adaptive_window(Some(false))
 }
 
@@ -290,6 +294,7 @@ mod tests {
     use std::time::Instant;
 
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tonic::service::Routes;
 
     use super::*;
 
@@ -314,6 +319,29 @@ mod tests {
         let error = bind(&path).await.unwrap_err().to_string();
         assert!(error.contains("not a socket"), "{error}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[tokio::test]
+    async fn a_connection_is_told_how_many_calls_it_may_make() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = bind(&dir.path().join("service.sock")).await.unwrap();
+        let serving = server().add_routes(Routes::default()).serve_with_incoming(listener.incoming());
+        let settings = async {
+            let mut stream = UnixStream::connect(dir.path().join("service.sock")).await.unwrap();
+            stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+            let mut header = [0; 9];
+            stream.read_exact(&mut header).await.unwrap();
+            let mut settings = vec![0; usize::from(header[2])];
+            stream.read_exact(&mut settings).await.unwrap();
+            settings
+        };
+        let settings = tokio::select! {
+            settings = settings => settings,
+            served = serving => panic!("{served:?}"),
+        };
+        // SETTINGS_MAX_CONCURRENT_STREAMS.
+        let told = [&[0, 3], MAX_CALLS.to_be_bytes().as_slice()].concat();
+        assert!(settings.chunks(6).any(|setting| setting == told), "{settings:?}");
     }
 
     #[tokio::test]

@@ -54,7 +54,7 @@ pub(crate) struct Attachment {
 pub(crate) struct EngineSizes {
     pub(crate) max_sequences: usize,
     pub(crate) max_draft_tokens: usize,
-    /// Bytes of slots kept of ended sequences; `None` as much as is free.
+    /// Bytes of slots kept of ended sequences of each target; `None` as much as is free.
     pub(crate) prefix_cache_bytes: Option<u64>,
     /// How long a sequence of unary calls may rest.
     pub(crate) unary_idle: Duration,

@@ -221,12 +221,13 @@ impl Pool {
         let mut turn = self.turn.lock();
         let count = self.members.len();
         let burden = |i: usize| (self.members[i].burden(), (i + count - *turn) % count);
-        let (index, ready) = (0..count)
-            .filter(|i| !refused.contains(i))
-            .filter_map(|i| Some((i, self.members[i].serves(fingerprint)?)))
-            .min_by_key(|(i, _)| burden(*i))?;
+        let index = (0..count)
+            .filter(|i| !refused.contains(i) && self.members[*i].serves(fingerprint).is_some())
+            .min_by_key(|&i| burden(i))?;
         let member = Arc::clone(&self.members[index]);
         let route = member.link.register()?;
+        // Asked again: the stream that it is registered on may be that of a later boot with another model.
+        let ready = member.serves(fingerprint)?;
         *turn = (index + 1) % count;
         Some(Place { index, member, ready, route })
     }

@@ -1,6 +1,6 @@
 //! Drafts that freeze, lie, refuse and die; targets that restart, break off and contradict themselves.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::{GenerateRequest, Speculation};
@@ -396,6 +396,24 @@ async fn a_running_request_waits_out_a_target_that_takes_none_now() {
         assert_eq!(tokens, plain(&PROMPT, 5, 60), "{reason:?}");
         assert_eq!(target.events().count(|s| matches!(s, Seen::Open { .. })), 3, "{reason:?}");
     }
+}
+
+#[tokio::test]
+async fn a_running_request_waits_for_busy_targets_as_long_as_it_takes() {
+    let limit = Duration::from_secs(1);
+    let (world, target, _draft) = world_with(Rule::Right, |o| o.target_timeout = limit).await;
+    target.hold();
+    target.allow(3);
+    let mut stream = world.stream(auto(60)).await;
+    let mut tokens = read(&mut stream, 5).await;
+    // With a pause after each, 50 ms and twice as long every time.
+    (0..5).for_each(|_| target.refuse_open(Reason::Busy, "not now"));
+    let began = Instant::now();
+    target.break_streams();
+    target.allow(1000);
+    tokens.extend(drained(stream).await.iter().flat_map(|c| c.token_ids.clone()));
+    assert_eq!(tokens, plain(&PROMPT, 5, 60));
+    assert!(began.elapsed() > limit);
 }
 
 #[tokio::test]

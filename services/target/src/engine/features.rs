@@ -82,9 +82,9 @@ impl Features {
         self.kept.forget(key);
     }
 
-    /// How far into `table` a sequence that wants all rows may begin, as [`Kept::reach`] says.
-    pub(crate) fn reach(&mut self, table: &SeqTable, pages: &PageAllocator) -> u32 {
-        self.kept.reach(table, pages)
+    /// How far into `table` a sequence of `slots` slots that wants all rows may begin, as [`Kept::reach`] says.
+    pub(crate) fn reach(&mut self, table: &SeqTable, slots: usize, pages: &PageAllocator) -> u32 {
+        self.kept.reach(table, slots, pages)
     }
 
     /// Gives `key` the rows that are kept of the known pages it begins with, as [`Kept::adopt`] says.

@@ -92,8 +92,8 @@ impl Engine {
         Ok(Vec::new())
     }
 
-    /// Sees to it that one more of priority `class` may wait: where as many wait as may, the last of those that have
-    /// computed nothing and are of a worse priority is refused in its place.
+    /// Sees to it that one more of priority `class` may wait: where as many wait as may, the last of those that have not
+    /// begun and are of a worse priority is refused in its place.
     fn make_waiting_room(&mut self, class: i32) -> Result<(), ItemError> {
         let limit = self.max_sequences.saturating_mul(WAITING_FACTOR);
         if self.sequences.len() - self.finished.len() - self.holders() < limit {
@@ -101,7 +101,7 @@ impl Engine {
         }
         let busy =
             item_error(Reason::Busy, format!("{limit} sequences may wait for KV pages, and as many do"));
-        let is_worse = |s: &Sequence| s.waits() && s.kv_len == 0 && s.rank.class > class;
+        let is_worse = |s: &Sequence| s.waits() && !s.has_begun() && s.rank.class > class;
         let worse = self.sequences.iter().filter(|(_, sequence)| is_worse(sequence));
         let Some((&last, sequence)) = worse.max_by_key(|(_, sequence)| sequence.rank) else {
             return Err(busy);

@@ -4,7 +4,7 @@
 //! that is full is also entered for the KV page that the prefix cache knows, so that sequences that start with that page
 //! share it, and it stays for as long as the page is known.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use eyrie_model::{PageAllocator, SeqTable};
@@ -12,11 +12,16 @@ use eyrie_region::{RegionError, check_memory};
 
 use super::sequence::Key;
 
-/// Rows of consecutive positions, row-major.
-type Block = Arc<Vec<f32>>;
+/// A sequence's reference to rows of consecutive positions, row-major.
+#[derive(Debug, Default)]
+struct Block {
+    rows: Arc<Vec<f32>>,
+    /// The KV page whose rows they were when it became known.
+    page: Option<u32>,
+}
 
-/// Rows under a byte limit. Over it, first those go that no sequence refers to, least recently used first, then the oldest
-/// rows of the longest sequence that has them alone.
+/// Rows under a byte limit. Over it, first those go that no sequence refers to, unused longest first and of one prefix
+/// the end before the beginning, then the oldest rows of the longest sequence that has them alone.
 #[derive(Debug)]
 pub(super) struct Kept {
     width: usize,
@@ -24,6 +29,8 @@ pub(super) struct Kept {
     limit: u64,
     sequences: BTreeMap<Key, Rows>,
     pages: BTreeMap<u32, PageRows>,
+    /// Pages whose rows no sequence refers to, by when the last one let go.
+    unused: BTreeMap<u64, u32>,
     /// Blocks in use, and the memory of those that were.
     blocks: usize,
     spare: Vec<Vec<f32>>,
@@ -45,8 +52,9 @@ struct Rows {
 #[derive(Debug)]
 struct PageRows {
     generation: u64,
-    used: u64,
-    block: Block,
+    /// Its place in `unused` while no sequence refers to them.
+    unused: Option<u64>,
+    rows: Arc<Vec<f32>>,
 }
 
 /// Sizes of what is kept.
@@ -86,6 +94,7 @@ impl Kept {
             limit,
             sequences: BTreeMap::new(),
             pages: BTreeMap::new(),
+            unused: BTreeMap::new(),
             blocks: 0,
             spare: (0..blocks).map(taken).collect(),
             clock: 0,
@@ -105,7 +114,7 @@ impl Kept {
 
     /// Bytes of the rows that no sequence refers to.
     pub(super) fn unused_bytes(&self) -> u64 {
-        self.unused().count() as u64 * self.block_bytes()
+        self.unused.len() as u64 * self.block_bytes()
     }
 
     /// Rows of sequences that were let go because there was no room for more.
@@ -117,7 +126,7 @@ impl Kept {
     pub(super) fn append(&mut self, key: Key, first: u32, mut rows: &[f32]) {
         let mut kept = self.sequences.remove(&key).unwrap_or_default();
         if kept.end != first || kept.blocks.is_empty() {
-            kept.blocks.drain(..).for_each(|block| self.release(block));
+            kept.blocks.drain(..).rev().for_each(|block| self.release(block));
             (kept.first, kept.end) = (first, first);
         }
         while !rows.is_empty() {
@@ -128,7 +137,7 @@ impl Kept {
             let (now, later) = rows.split_at((room * self.width).min(rows.len()));
             if let Some(block) = kept.blocks.back_mut() {
                 // Only full blocks are shared, so nothing is copied.
-                Arc::make_mut(block).extend_from_slice(now);
+                Arc::make_mut(&mut block.rows).extend_from_slice(now);
             }
             kept.end += (now.len() / self.width) as u32;
             rows = later;
@@ -147,8 +156,8 @@ impl Kept {
         let mut skip = (start - rows.first) as usize * self.width;
         let mut values = Vec::with_capacity(wanted);
         for block in &rows.blocks {
-            let part = &block[skip.min(block.len())..];
-            skip = skip.saturating_sub(block.len());
+            let part = &block.rows[skip.min(block.rows.len())..];
+            skip = skip.saturating_sub(block.rows.len());
             values.extend_from_slice(&part[..part.len().min(wanted - values.len())]);
         }
         (Some(rows.first), start, values)
@@ -157,15 +166,15 @@ impl Kept {
     /// Lets go of all rows of `key`; those of known pages stay.
     pub(super) fn forget(&mut self, key: Key) {
         if let Some(rows) = self.sequences.remove(&key) {
-            rows.blocks.into_iter().for_each(|block| self.release(block));
+            rows.blocks.into_iter().rev().for_each(|block| self.release(block));
         }
     }
 
-    /// Leading slots of the known pages of `table` whose rows are kept. All of its slots if they are more than could be
-    /// kept: to compute them again would not help.
-    pub(super) fn reach(&mut self, table: &SeqTable, pages: &PageAllocator) -> u32 {
+    /// Leading slots of the known pages of `table` whose rows are kept. All of its slots if the rows of the sequence, which
+    /// is to fill `slots`, are more than could be kept: to compute them again would not help.
+    pub(super) fn reach(&mut self, table: &SeqTable, slots: usize, pages: &PageAllocator) -> u32 {
         self.sweep(pages);
-        if table.pages().len() as u64 * self.block_bytes() > self.limit {
+        if slots.div_ceil(self.page_rows) as u64 * self.block_bytes() > self.limit {
             return table.len();
         }
         let run = table.pages().iter().take_while(|page| self.pages.contains_key(page)).count();
@@ -184,18 +193,16 @@ impl Kept {
         let first_page = from.max(table.pages().len() - run);
         let first = end.min((first_page * self.page_rows) as u32);
         let mut rows = Rows { first, end, blocks: VecDeque::with_capacity(run) };
-        for (index, page) in table.pages().iter().enumerate().skip(first_page) {
-            self.clock += 1;
-            let Some(known) = self.pages.get_mut(page) else { continue };
-            known.used = self.clock;
-            let block = Arc::clone(&known.block);
+        for (index, &page) in table.pages().iter().enumerate().skip(first_page) {
             let inside = (end as usize - index * self.page_rows).min(self.page_rows);
+            let Some(whole) = self.hold(page) else { continue };
             rows.blocks.push_back(match inside == self.page_rows {
-                true => block,
-                false => self.copy(&block[..inside * self.width]),
+                true => whole,
+                false => self.part(whole, inside),
             });
         }
         self.sequences.insert(key, rows);
+        self.touch(table);
         self.trim();
     }
 
@@ -215,20 +222,17 @@ impl Kept {
         let whole = table.len() as usize / self.page_rows;
         for (index, &page) in table.pages().iter().enumerate().take(whole).skip(from.max(first_page)) {
             let Some(block) = rows.blocks.get_mut(index - first_page) else { break };
-            if block.len() < self.page_rows * self.width || !pages.is_known(page) {
+            if block.rows.len() < self.page_rows * self.width || !pages.is_known(page) {
                 continue;
             }
-            self.clock += 1;
-            let (used, generation) = (self.clock, pages.generation(page));
-            let entry = PageRows { generation, used, block: Arc::clone(block) };
-            let shared = Arc::clone(&self.pages.entry(page).or_insert(entry).block);
-            let own = std::mem::replace(block, shared);
-            self.release(own);
+            let own = std::mem::take(block);
+            *block = self.enter(page, pages.generation(page), own);
         }
         if !all && whole > first_page {
             let done = rows.blocks.len().min(whole - first_page);
             rows.blocks.drain(..done).for_each(|block| self.release(block));
             rows.first = rows.end.min((whole * self.page_rows) as u32);
+            self.touch(table);
         }
         self.sequences.insert(key, rows);
     }
@@ -241,7 +245,7 @@ impl Kept {
         self.swept = pages.given_up();
         let stale = |page: &u32, rows: &mut PageRows| pages.generation(*page) != rows.generation;
         let gone: Vec<_> = self.pages.extract_if(.., |page, rows| stale(page, rows)).collect();
-        gone.into_iter().for_each(|(_, rows)| self.release(rows.block));
+        gone.into_iter().for_each(|(_, rows)| self.drop_rows(rows));
     }
 
     fn block_bytes(&self) -> u64 {
@@ -250,18 +254,92 @@ impl Kept {
 
     fn allocate(&mut self) -> Block {
         self.blocks += 1;
-        Arc::new(self.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.page_rows * self.width)))
+        let rows = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.page_rows * self.width));
+        Block { rows: Arc::new(rows), page: None }
     }
 
-    fn copy(&mut self, rows: &[f32]) -> Block {
-        let mut block = self.allocate();
-        Arc::make_mut(&mut block).extend_from_slice(rows);
+    /// A copy of the first `rows` rows of `whole`, which is released.
+    fn part(&mut self, whole: Block, rows: usize) -> Block {
+        let mut part = self.allocate();
+        Arc::make_mut(&mut part.rows).extend_from_slice(&whole.rows[..rows * self.width]);
+        self.release(whole);
+        part
+    }
+
+    /// Has `page` keep the rows of `own`, unless it keeps equal ones; returns a reference to those that it keeps.
+    fn enter(&mut self, page: u32, generation: u64, mut own: Block) -> Block {
+        // A page that is found no more may be known for a while beside the one that took its place.
+        if let Some(former) = self.page_of(&own).filter(|&former| former != page) {
+            self.drop_page(former);
+        }
+        match self.hold(page) {
+            Some(kept) => {
+                self.release(own);
+                kept
+            }
+            None => {
+                self.pages.insert(page, PageRows { generation, unused: None, rows: Arc::clone(&own.rows) });
+                own.page = Some(page);
+                own
+            }
+        }
+    }
+
+    /// The page that keeps the rows of `block`.
+    fn page_of(&self, block: &Block) -> Option<u32> {
         block
+            .page
+            .filter(|page| self.pages.get(page).is_some_and(|kept| Arc::ptr_eq(&kept.rows, &block.rows)))
+    }
+
+    /// A reference to the rows that are kept of `page`.
+    fn hold(&mut self, page: u32) -> Option<Block> {
+        let kept = self.pages.get_mut(&page)?;
+        if let Some(since) = kept.unused.take() {
+            self.unused.remove(&since);
+        }
+        Some(Block { rows: Arc::clone(&kept.rows), page: Some(page) })
     }
 
     /// Takes back a reference to a block, and its memory with the last one.
     fn release(&mut self, block: Block) {
-        let Some(mut rows) = Arc::into_inner(block) else { return };
+        let page = self.page_of(&block);
+        self.drop_reference(block.rows);
+        page.into_iter().for_each(|page| self.note_unused(page));
+    }
+
+    /// Notes that the rows of `page` were of use until now, if they are kept and no sequence refers to them.
+    fn note_unused(&mut self, page: u32) {
+        let Some(kept) = self.pages.get_mut(&page).filter(|kept| Arc::strong_count(&kept.rows) == 1) else {
+            return;
+        };
+        self.clock += 1;
+        if let Some(before) = kept.unused.replace(self.clock) {
+            self.unused.remove(&before);
+        }
+        self.unused.insert(self.clock, page);
+    }
+
+    /// Notes the use of the pages of `table` by a sequence that does not refer to their rows.
+    fn touch(&mut self, table: &SeqTable) {
+        table.pages().iter().rev().for_each(|&page| self.note_unused(page));
+    }
+
+    fn drop_page(&mut self, page: u32) {
+        if let Some(rows) = self.pages.remove(&page) {
+            self.drop_rows(rows);
+        }
+    }
+
+    fn drop_rows(&mut self, rows: PageRows) {
+        if let Some(since) = rows.unused {
+            self.unused.remove(&since);
+        }
+        self.drop_reference(rows.rows);
+    }
+
+    fn drop_reference(&mut self, rows: Arc<Vec<f32>>) {
+        let Some(mut rows) = Arc::into_inner(rows) else { return };
         self.blocks -= 1;
         if (self.blocks + self.spare.len()) as u64 * self.block_bytes() < self.limit {
             rows.clear();
@@ -273,37 +351,27 @@ impl Kept {
         while self.bytes() > self.limit && (self.drop_unused() || self.drop_oldest()) {}
     }
 
-    fn unused(&self) -> impl Iterator<Item = (u32, &PageRows)> {
-        let is_unused = |rows: &PageRows| Arc::strong_count(&rows.block) == 1;
-        self.pages.iter().filter(move |(_, rows)| is_unused(rows)).map(|(&page, rows)| (page, rows))
-    }
-
-    /// Drops the block that no sequence refers to and that was used longest ago.
+    /// Drops the block that no sequence has referred to for longest.
     fn drop_unused(&mut self) -> bool {
-        let unused = self.pages.iter().filter(|(_, rows)| Arc::strong_count(&rows.block) == 1);
-        let Some(page) = unused.min_by_key(|(_, rows)| rows.used).map(|(&page, _)| page) else {
-            return false;
-        };
+        let Some((_, &page)) = self.unused.first_key_value() else { return false };
         tracing::debug!(page, "feature rows that no sequence has are let go: the feature cache is full");
-        if let Some(rows) = self.pages.remove(&page) {
-            self.release(rows.block);
-        }
+        self.drop_page(page);
         true
     }
 
     /// Drops the oldest rows of the longest sequence, of those that share them with no other if there are any.
     fn drop_oldest(&mut self) -> bool {
-        let known: HashSet<_> = self.pages.values().map(|rows| Arc::as_ptr(&rows.block)).collect();
         // A block that other sequences have too stays where it is.
         let is_alone =
-            |block: &Block| Arc::strong_count(block) == 1 + usize::from(known.contains(&Arc::as_ptr(block)));
+            |block: &Block| Arc::strong_count(&block.rows) == 1 + usize::from(self.page_of(block).is_some());
         let frees = |rows: &Rows| rows.blocks.front().is_some_and(is_alone);
-        let longest = self.sequences.values_mut().max_by_key(|rows| (frees(rows), rows.blocks.len()));
+        let longest = self.sequences.iter().max_by_key(|(_, rows)| (frees(rows), rows.blocks.len()));
+        let longest = longest.map(|(&key, _)| key).and_then(|key| self.sequences.get_mut(&key));
         let Some((rows, block)) = longest.and_then(|rows| rows.blocks.pop_front().map(|block| (rows, block)))
         else {
             return false;
         };
-        let gone = (block.len() / self.width) as u32;
+        let gone = (block.rows.len() / self.width) as u32;
         rows.first += gone;
         self.release(block);
         if self.rows_let_go == 0 {

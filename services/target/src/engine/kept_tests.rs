@@ -122,17 +122,42 @@ fn rows_go_with_their_page_and_a_page_of_other_rows_has_none() {
     pages.free(table);
 }
 
+/// Makes room for one block more than the three of `kept` that no sequence has; which are left.
+fn beginning_left(kept: &mut Kept, pages: &mut PageAllocator) {
+    assert_eq!((kept.bytes(), kept.unused_bytes()), (3 * BLOCK, 3 * BLOCK));
+    kept.append(key(9), 0, &rows(0..1));
+    assert_eq!((kept.bytes(), kept.unused_bytes(), kept.rows_let_go), (3 * BLOCK, 2 * BLOCK, 0));
+    let mut table = pages.lookup(&tokens(12));
+    assert_eq!(kept.reach(&table, 12, pages), 8);
+    kept.adopt(key(3), &table, true, pages);
+    assert_eq!(kept.read(key(3), 0, 12, 99), (None, 12, vec![]), "a gap ends what is adopted");
+    pages.cut(&mut table, 8);
+    kept.adopt(key(3), &table, true, pages);
+    assert_eq!((kept.read(key(3), 0, 8, 99), kept.unused_bytes()), ((Some(0), 0, rows(0..8)), 0));
+    assert_eq!(kept.reach(&table, 13, pages), 8, "no more of its rows could be kept");
+}
+
 #[test]
-fn rows_that_no_sequence_has_go_first_and_a_gap_ends_what_is_adopted() {
+fn of_rows_that_no_sequence_has_the_ends_go_first() {
     let (mut kept, mut pages) = (kept(3), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
-    let table = compute(&mut kept, &mut pages, key(1), 12);
+    compute(&mut kept, &mut pages, key(1), 12);
     kept.forget(key(1));
-    kept.append(key(2), 0, &rows(0..1));
-    assert_eq!((kept.bytes(), kept.rows_let_go), (3 * BLOCK, 0));
-    kept.adopt(key(3), &table, true, &pages);
-    assert_eq!(kept.read(key(3), 0, 12, 99), (Some(4), 4, rows(4..12)));
-    kept.adopt(key(4), &pages.lookup(&tokens(4)), true, &pages);
-    assert_eq!(kept.read(key(4), 0, 4, 99), (None, 4, vec![]));
+    beginning_left(&mut kept, &mut pages);
+}
+
+#[test]
+fn of_rows_that_were_never_asked_for_the_ends_go_first_too() {
+    let (mut kept, mut pages) = (kept(3), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
+    let mut table = SeqTable::default();
+    pages.reserve(&mut table, 12).unwrap();
+    for to in [4, 8, 12] {
+        table.commit(to, PAGE).unwrap();
+        kept.append(key(1), to - 4, &rows(to - 4..to));
+        pages.publish(&mut table, &tokens(to));
+        kept.share(key(1), &table, to as usize / PAGE - 1, false, &pages);
+    }
+    kept.adopt(key(2), &table, false, &pages);
+    beginning_left(&mut kept, &mut pages);
 }
 
 #[test]

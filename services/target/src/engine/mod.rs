@@ -2,6 +2,8 @@
 
 mod admission;
 mod features;
+#[cfg(test)]
+mod gather_tests;
 mod gauges;
 mod items;
 mod kept;

@@ -51,11 +51,19 @@ impl Engine {
         let mut table = self.pages.lookup(sequence.reusable());
         // Pages without feature rows are computed once more, or nobody would ever have those rows.
         if let Some(features) = self.features.as_mut().filter(|_| wants_rows) {
-            let len = features.reach(&table, &self.pages);
+            let len = features.reach(&table, slots, &self.pages);
             self.pages.cut(&mut table, len);
         }
-        let wanted = slots.div_ceil(self.pages.page_rows()).saturating_sub(table.pages().len()) + others;
-        match self.make_room(victims, wanted, self.max_sequences - 1) {
+        let page_rows = self.pages.page_rows();
+        let wanted =
+            |table: &SeqTable| slots.div_ceil(page_rows).saturating_sub(table.pages().len()) + others;
+        // A page that others read is copied; where there is no page for that, its rows are computed again.
+        let inside = table.len() % page_rows as u32;
+        if inside > 0 && self.pages.free_pages() <= wanted(&table) {
+            let whole = table.len() - inside;
+            self.pages.cut(&mut table, whole);
+        }
+        match self.make_room(victims, wanted(&table), self.max_sequences - 1) {
             true => self.begin(key, table, slots),
             false => {
                 self.pages.free(table);
@@ -157,7 +165,7 @@ impl Engine {
 
     /// Takes a sequence's pages. Its rows are computed again when it gets some, those that are not known any more, from the
     /// same tokens and so to the same bits; whatever it was doing then goes on.
-    fn preempt(&mut self, key: Key) {
+    pub(super) fn preempt(&mut self, key: Key) {
         let Some(sequence) = self.sequences.get_mut(&key) else { return };
         self.pages.free(sequence.preempt());
         self.preemptions += 1;

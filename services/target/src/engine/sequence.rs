@@ -149,6 +149,11 @@ impl Sequence {
         self.has_work() && !self.holds_pages()
     }
 
+    /// Whether somebody has tokens or rows of it: it may wait, but is not refused any more.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.kv_len > 0 || self.generated > 0
+    }
+
     pub(crate) fn is_finished(&self) -> bool {
         self.work == Work::Finished
     }

@@ -4,13 +4,14 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use eyrie_region::{FdDoor, Importer, LeaseId, Token};
+use eyrie_service::Drain;
 use eyrie_wire::v1::{LeaseFrame, LeaseGrant};
-use eyrie_wire::{PROTOCOL_VERSION, Reason, grant_to_wire, refuse, ring_to_wire, with_reason};
+use eyrie_wire::{Reason, check_version, first_frame, grant_to_wire, refuse, ring_to_wire};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-use super::{HELLO_LIMIT, Service, hello};
+use super::Service;
 use crate::engine::Exports;
 use crate::state::State;
 
@@ -20,6 +21,7 @@ const MAX_HOLDER: usize = 64;
 /// A lease that ends, with its offer at the door, when dropped.
 struct Held {
     state: Arc<State>,
+    drain: Drain,
     id: LeaseId,
     /// `None` in a remote lease.
     offer: Option<Token>,
@@ -31,7 +33,9 @@ impl Drop for Held {
             door.revoke(token);
         }
         self.state.leases.drop_lease(self.id);
-        self.state.importers.left(self.id);
+        let (state, id) = (Arc::clone(&self.state), self.id);
+        // A task of the service, so that a stop waits for it.
+        self.drain.spawn(async move { off_the_runtime(move || state.importers.left(id)).await });
     }
 }
 
@@ -75,14 +79,9 @@ impl Service {
     }
 
     async fn grant(&self, frames: &mut Streaming<LeaseFrame>) -> Result<(LeaseGrant, Held), Status> {
-        let first = tokio::time::timeout(HELLO_LIMIT, frames.message()).await;
-        let first = first.map_err(|_| hello::late())?.map_err(with_reason)?;
+        let first = first_frame(frames).await?;
         let first = first.ok_or_else(|| refuse(Reason::InvalidArgument, "a lease frame must come first"))?;
-        if first.protocol_version != PROTOCOL_VERSION {
-            let given = first.protocol_version;
-            let message = format!("protocol_version must be {PROTOCOL_VERSION}, given {given}");
-            return Err(refuse(Reason::ProtocolVersion, message));
-        }
+        check_version("protocol_version", first.protocol_version)?;
         check_holder(&first.holder)?;
         let (Some(exports), Some(door)) = (self.state.exports(), self.state.door()) else {
             return Err(refuse(Reason::Unreachable, "the model is loading or the target is stopping"));
@@ -90,9 +89,10 @@ impl Service {
         tracing::info!(holder = first.holder, pid = first.pid, remote = first.remote, "lease granted");
         self.state.gauges.draft_attached();
         let id = self.state.leases.grant(first.holder.clone(), first.pid, first.remote);
-        let mut held = Held { state: Arc::clone(&self.state), id, offer: None };
+        let (state, drain) = (Arc::clone(&self.state), self.drain.clone());
+        let mut held = Held { state, drain, id, offer: None };
         if !first.remote {
-            let token = self.offer(exports, &door, id, first);
+            let token = self.offer(exports, &door, id, first).await;
             held.offer = Some(token.map_err(|e| refuse(Reason::Internal, format!("granting a lease: {e}")))?);
         }
         let grant = &exports.grant;
@@ -114,7 +114,7 @@ impl Service {
     }
 
     /// Lets the holder fetch the descriptors, which the ledger knows of before it can.
-    fn offer(
+    async fn offer(
         &self,
         exports: &Exports,
         door: &FdDoor,
@@ -122,11 +122,19 @@ impl Service {
         holder: LeaseFrame,
     ) -> Result<Token, Box<dyn std::error::Error>> {
         let token = Token::random()?;
-        self.state.importers.entered(id, Importer::new(holder.pid, holder.holder, &exports.fds)?);
+        let importer = Importer::new(holder.pid, holder.holder, &exports.fds)?;
+        let state = Arc::clone(&self.state);
+        off_the_runtime(move || state.importers.entered(id, importer)).await;
         let fds: Result<Vec<OwnedFd>, _> = exports.fds.iter().map(OwnedFd::try_clone).collect();
         door.offer(token, fds?)?;
         Ok(token)
     }
+}
+
+/// Does what reads and writes files where it holds nobody up.
+async fn off_the_runtime(work: impl FnOnce() + Send + 'static) {
+    // Fails only as the runtime ends.
+    let _ = tokio::task::spawn_blocking(work).await;
 }
 
 /// The name goes to terminals and logs of others.

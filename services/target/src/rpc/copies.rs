@@ -1,15 +1,20 @@
 //! Copies of shared memory for drafts that cannot map it. Read from mappings of the service's own, so that no copy waits
 //! for the engine or is waited for by it.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use bytes::Bytes;
 use eyrie_region::{ImportedMemfd, Region, RingError, RingReader};
+use eyrie_service::until_sent;
 use eyrie_wire::v1::{
     FileChunk, ReadFeaturesReply, ReadFeaturesRequest, ReadSharedRequest, RingSlot, SlotRows,
 };
 use eyrie_wire::{Reason, refuse, slots_per_read};
-use tonic::Status;
+use tokio::sync::mpsc;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Response, Status};
 
 use super::{CHUNK, Replies, Service, take};
 use crate::TargetError;
@@ -17,8 +22,11 @@ use crate::engine::Exports;
 
 /// Streams of the shared region at the same time: a draft reads it once.
 pub(super) const MAX_SHARED_READS: usize = 8;
-/// Reads of features that copy at the same time; more wait.
+/// Reads of features that are copied or on their way at the same time; more wait.
 pub(super) const MAX_FEATURE_READS: usize = 8;
+/// How long a chunk of the shared region may wait for the network, and for how long a reply with features counts as being
+/// on its way: a reader that is slower than that holds up nobody else.
+const SEND_LIMIT: Duration = Duration::from_secs(10);
 
 /// The exported memory, mapped once more.
 #[derive(Debug)]
@@ -61,20 +69,26 @@ impl Service {
         let room = take(&self.shared_reads, || {
             format!("{MAX_SHARED_READS} copies may be read at the same time, and as many are")
         })?;
-        let length = shared.bytes().len();
-        let chunks = (0..length).step_by(CHUNK).map(move |at| {
-            let _reading = &room;
-            let chunk = &shared.bytes()[at..length.min(at + CHUNK)];
-            Ok(FileChunk { data: Bytes::copy_from_slice(chunk) })
+        let (chunks, receiver) = mpsc::channel(1);
+        let late = Arc::new(OnceLock::new());
+        let (told, stop) = (Arc::clone(&late), self.drain.clone());
+        self.drain.spawn(async move {
+            let _reading = room;
+            let sent = tokio::select! {
+                sent = send_chunks(&*shared, &chunks) => sent,
+                () = stop.stopped() => Err(refuse(Reason::Draining, "the target is stopping")),
+            };
+            let _ = sent.map_err(|status| told.set(status));
         });
-        Ok(Box::pin(tokio_stream::iter(chunks)))
+        let end = std::iter::once_with(move || late.get().cloned()).flatten();
+        Ok(Box::pin(ReceiverStream::new(receiver).map(Ok).chain(tokio_stream::iter(end.map(Err)))))
     }
 
     /// The rows of ring slots, empty for those that were overwritten.
     pub(super) async fn feature_rows(
         &self,
         request: ReadFeaturesRequest,
-    ) -> Result<ReadFeaturesReply, Status> {
+    ) -> Result<Response<ReadFeaturesReply>, Status> {
         let ring = self.copies(request.epoch)?.ring.clone();
         let ring = ring.ok_or_else(|| refuse(Reason::Unsupported, "the target captures no features"))?;
         let (given, most) = (request.slots.len(), slots_per_read(&ring.geometry()));
@@ -85,12 +99,37 @@ impl Service {
         let internal = |e: &dyn std::fmt::Display| refuse(Reason::Internal, format!("reading features: {e}"));
         let reading = Arc::clone(&self.feature_reads).acquire_owned().await.map_err(|e| internal(&e))?;
         let read = tokio::task::spawn_blocking(move || {
-            let _reading = reading;
             let slots: Result<_, Status> = request.slots.iter().map(|slot| read_slot(&ring, slot)).collect();
-            Ok(ReadFeaturesReply { slots: slots? })
+            Ok::<_, Status>((ReadFeaturesReply { slots: slots? }, reading))
         });
-        read.await.map_err(|e| internal(&e))?
+        let (reply, reading) = read.await.map_err(|e| internal(&e))??;
+        let (mark, sent) = until_sent();
+        let stop = self.drain.clone();
+        self.drain.spawn(async move {
+            let _reading = reading;
+            tokio::select! {
+                () = sent => {}
+                () = tokio::time::sleep(SEND_LIMIT) => {}
+                () = stop.stopped() => {}
+            }
+        });
+        let mut response = Response::new(reply);
+        response.extensions_mut().insert(mark);
+        Ok(response)
     }
+}
+
+/// Copies `region`, each chunk when there is room for it.
+async fn send_chunks(region: &dyn Region, chunks: &mpsc::Sender<FileChunk>) -> Result<(), Status> {
+    for chunk in region.bytes().chunks(CHUNK) {
+        let Ok(room) = tokio::time::timeout(SEND_LIMIT, chunks.reserve()).await else {
+            let limit = SEND_LIMIT.as_secs();
+            return Err(refuse(Reason::Busy, format!("a chunk must be read within {limit} s")));
+        };
+        let Ok(room) = room else { return Ok(()) };
+        room.send(FileChunk { data: Bytes::copy_from_slice(chunk) });
+    }
+    Ok(())
 }
 
 fn read_slot(ring: &RingReader, at: &RingSlot) -> Result<SlotRows, Status> {
@@ -102,4 +141,34 @@ fn read_slot(ring: &RingReader, at: &RingSlot) -> Result<SlotRows, Status> {
     let mut rows = Vec::with_capacity(values.len() * size_of::<f32>());
     rows.extend(values.iter().flat_map(|value| value.to_le_bytes()));
     Ok(SlotRows { rows: rows.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use eyrie_region::Local;
+    use eyrie_wire::reason_of;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_region_is_copied_as_it_is_read_and_for_no_longer_than_it_is() {
+        let mut region = Local::zeroed(2 * CHUNK + 9);
+        region.bytes_mut()[CHUNK] = 7;
+        let (sender, mut chunks) = mpsc::channel::<FileChunk>(1);
+        let read = async {
+            let mut data = Vec::new();
+            while let Some(chunk) = chunks.recv().await {
+                data.extend_from_slice(&chunk.data);
+                tokio::time::sleep(SEND_LIMIT - Duration::from_secs(1)).await;
+            }
+            data
+        };
+        let send = async move { send_chunks(&region, &sender).await.map(|()| region) };
+        let (data, sent) = tokio::join!(read, send);
+        assert!(sent.is_ok_and(|region| region.bytes() == data));
+
+        let (sender, _unread) = mpsc::channel(1);
+        let refused = send_chunks(&Local::zeroed(2 * CHUNK), &sender).await.unwrap_err();
+        assert_eq!(reason_of(&refused).as_deref(), Some("BUSY"));
+    }
 }

@@ -33,8 +33,6 @@ use crate::state::State;
 const MAX_STREAMS: usize = 256;
 /// Leases at the same time: one a draft is usual.
 const MAX_LEASES: usize = 64;
-/// How long a new stream may take to say its first word.
-const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of one FileChunk.
 const CHUNK: usize = 1 << 20;
 
@@ -206,6 +204,6 @@ impl Target for Service {
         &self,
         request: Request<ReadFeaturesRequest>,
     ) -> Result<Response<ReadFeaturesReply>, Status> {
-        self.feature_rows(request.into_inner()).await.map(Response::new)
+        self.feature_rows(request.into_inner()).await
     }
 }

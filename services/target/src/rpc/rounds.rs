@@ -5,20 +5,18 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use eyrie_wire::v1::{TargetFrame, TargetItem, TargetReply};
-use eyrie_wire::{Reason, refuse, with_reason};
+use eyrie_wire::{Reason, check_frame, check_items, first_frame, refuse, with_reason};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::{self, WeakSender};
 use tokio_stream::Stream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{Status, Streaming};
 
-use super::{HELLO_LIMIT, Service, hello};
+use super::{Service, hello};
 use crate::engine::{Command, Ending, Life, Replies, StreamId};
 
 /// Reply frames that may wait for a slow gateway.
 const REPLY_FRAMES: usize = 64;
-/// Items of one frame at most: the engine takes a frame's items in one go.
-const MAX_ITEMS: usize = 4096;
 /// How often streams are looked at, and for how many looks a gateway may leave its replies unread before its stream is
 /// dropped.
 const STALL_CHECK: Duration = Duration::from_secs(1);
@@ -87,11 +85,9 @@ impl Service {
         frames: &mut Streaming<TargetFrame>,
         replies: &mut Option<Replies>,
     ) -> Result<Vec<TargetItem>, Status> {
-        let first = tokio::time::timeout(HELLO_LIMIT, frames.message()).await;
-        let first = first.map_err(|_| hello::late())?.map_err(with_reason)?;
-        let first = first.unwrap_or_default();
-        let boot = hello::check(&self.state, first.hello.as_ref())?;
-        check_items(&first)?;
+        let first = first_frame(frames).await?.unwrap_or_default();
+        let boot = hello::check(&self.state, first.hello)?;
+        check_items(first.items.len())?;
         if let Some(replies) = replies.take() {
             let hello = Some(hello::answer(&self.state, boot));
             // The channel is new and empty.
@@ -108,11 +104,7 @@ impl Service {
         replies: &WeakSender<TargetReply>,
     ) -> Result<(), Status> {
         while let Some(frame) = frames.message().await.map_err(with_reason)? {
-            if frame.hello.is_some() {
-                let message = "hello may be in the first frame of a stream only";
-                return Err(refuse(Reason::InvalidArgument, message));
-            }
-            check_items(&frame)?;
+            check_frame(frame.hello.as_ref(), frame.items.len())?;
             self.tell(Command::Items { stream, items: frame.items }).await?;
             // A gateway that does not read is not read from, so that its errors cannot pile up either.
             if let Some(replies) = replies.upgrade() {
@@ -123,22 +115,23 @@ impl Service {
     }
 }
 
-fn check_items(frame: &TargetFrame) -> Result<(), Status> {
-    match frame.items.len() {
-        given if given > MAX_ITEMS => {
-            let message = format!("items: a frame may hold {MAX_ITEMS}, given {given}");
-            Err(refuse(Reason::InvalidArgument, message))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Resolves when replies have filled their channel, and none of them was taken, for [`STALL_CHECKS`] looks; `pause`
-/// passes the time between two.
+/// Resolves when replies have filled their channel, and none of them was taken, for [`STALL_CHECKS`] looks, or when all
+/// that are to come were sent for as many; `pause` passes the time between two.
 async fn stalled(replies: &WeakSender<TargetReply>, pause: impl AsyncFn()) {
+    let mut ended = 0;
     loop {
         pause().await;
-        let Some(replies) = replies.upgrade().filter(|replies| replies.capacity() == 0) else { continue };
+        let Some(replies) = replies.upgrade() else {
+            // The end is there to be read: a gateway that reads takes it at once.
+            ended += 1;
+            if ended == STALL_CHECKS {
+                return;
+            }
+            continue;
+        };
+        if replies.capacity() > 0 {
+            continue;
+        }
         let unread = async {
             for _ in 0..STALL_CHECKS {
                 pause().await;
@@ -213,5 +206,21 @@ mod tests {
         sender.try_send(TargetReply::default()).unwrap();
         assert!(!after(1 + STALL_CHECKS - 1), "the time before does not count");
         assert!(after(1));
+    }
+
+    #[test]
+    fn an_end_that_is_not_read_is_stalled() {
+        let (sender, _receiver) = mpsc::channel::<TargetReply>(1);
+        let weak = sender.downgrade();
+        let mut clock = pin!(stalled(&weak, async || tokio::task::yield_now().await));
+        let mut looks = 0;
+        let mut look = || {
+            looks += 1;
+            clock.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
+        };
+        assert!((0..3 * STALL_CHECKS).all(|_| !look()));
+        drop(sender);
+        assert!((1..STALL_CHECKS).all(|_| !look()));
+        assert!(look());
     }
 }

@@ -32,7 +32,7 @@ impl Drop for Detach {
 impl Service {
     /// Answers one frame. Sequences stay for later calls with the same boot id.
     pub(super) async fn answer(&self, frame: TargetFrame) -> Result<TargetReply, Status> {
-        let boot = hello::check(&self.state, frame.hello.as_ref())?;
+        let boot = hello::check(&self.state, frame.hello)?;
         let stream = self.new_stream();
         let (frames, mut receiver) = mpsc::channel(REPLY_FRAMES);
         let replies = Replies { frames, ending: Ending::default() };

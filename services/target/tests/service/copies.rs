@@ -6,11 +6,16 @@ use eyrie_wire::v1::{
     DescribeRequest, Features, ReadFeaturesRequest, ReadSharedRequest, RingSlot, target_item::Op,
     target_out::Body,
 };
-use eyrie_wire::{grant_from_wire, reason_of, slots_per_read};
+use eyrie_wire::{Message, grant_from_wire, reason_of, slots_per_read};
+use http_body_util::Full;
 use tonic::Status;
+use tonic::body;
+use tonic::client::GrpcService;
+use tonic::codegen::http::{self, Response};
+use tonic::transport::{Channel, Endpoint};
 
 use crate::features::{ask_as, attach, with_features};
-use crate::harness::{Server, fetch, goldens, greedy};
+use crate::harness::{LIMIT, Server, fetch, goldens, greedy};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_remote_lease_names_no_door_and_shows_in_the_card() {
@@ -100,6 +105,43 @@ async fn rows_are_read_as_they_lie_in_the_ring_and_none_once_they_are_overwritte
         assert_eq!(reason_of(&status).as_deref(), Some(reason), "{status}");
     }
     drop((lease, rounds));
+    server.stop().await;
+}
+
+/// Asks for features over `channel`, and reads no more than the headers of the reply.
+async fn ask_only(channel: &mut Channel, request: &ReadFeaturesRequest) -> Response<body::Body> {
+    let message = request.encode_to_vec();
+    let prefix = [&[0], (message.len() as u32).to_be_bytes().as_slice()].concat();
+    let call = http::Request::post("/eyrie.v1.Target/ReadFeatures")
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(body::Body::new(Full::from([prefix, message].concat())))
+        .unwrap();
+    std::future::poll_fn(|cx| channel.poll_ready(cx)).await.unwrap();
+    channel.call(call).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replies_that_wait_for_their_reader_are_bounded_as_well() {
+    let server = Server::start().await;
+    let _lease = attach(&server).await;
+    let mut rounds = server.rounds(1).await;
+    rounds.send(1, Op::Open(with_features(greedy(&goldens(1)[0].prompt, 9)))).await;
+    let slot = slots_of(&rounds.features().await)[0];
+    let request = ReadFeaturesRequest { epoch: server.ready.epoch, slots: vec![slot; 20] };
+    let window = 65_535;
+    let endpoint = Endpoint::from_shared(server.ready.address.to_string()).unwrap();
+    let endpoint = endpoint.initial_stream_window_size(window).initial_connection_window_size(window);
+    let mut channel = endpoint.connect().await.unwrap();
+    let mut unread = Vec::new();
+    // Eight, and one more that the transport has taken as a whole.
+    while let Ok(reply) = tokio::time::timeout(LIMIT / 100, ask_only(&mut channel, &request)).await {
+        unread.push(reply);
+        assert!(unread.len() < 12);
+    }
+    drop(unread);
+    let read = tokio::time::timeout(LIMIT, server.client.clone().read_features(request)).await;
+    assert_eq!(read.unwrap().unwrap().into_inner().slots.len(), 20);
     server.stop().await;
 }
 

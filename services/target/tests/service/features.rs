@@ -203,3 +203,27 @@ async fn leases_are_limited_in_number_and_holders_have_short_printable_names() {
     drop(held);
     server.stop().await;
 }
+
+#[tokio::test]
+async fn the_record_of_importers_holds_up_nobody_else() {
+    let server = Server::start().await;
+    // Who opens a pipe for writing waits for a reader.
+    let pipe = server.dir.path().join(format!("t.sock.importers.{}", std::process::id()));
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let (answered, told) = std::sync::mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        let in_time = told.recv_timeout(LIMIT / 4).is_ok();
+        std::fs::read(pipe).unwrap();
+        in_time
+    });
+    let others = async {
+        for _ in 0..200 {
+            server.load().await;
+        }
+        answered.send(()).unwrap();
+    };
+    let (lease, ()) = tokio::join!(ask(&server, "draft"), others);
+    assert!(lease.is_ok() && reader.join().unwrap(), "the service stood still");
+    drop(lease);
+    server.stop().await;
+}

@@ -222,22 +222,28 @@ async fn the_better_priority_is_served_first_and_equal_ones_by_arrival() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_better_priority_takes_the_place_of_a_worse_one_that_waits() {
-    let server = one_place().await;
-    let mut rounds = server.rounds(1).await;
-    // Four may wait; one frame is taken before any of it is admitted.
-    let opens = [1, 2, 2, 0, 2, 1].into_iter().enumerate();
-    let open = |(seq, priority)| (seq as u64, of_priority(priority, greedy(&[7, 8], 1)));
-    rounds.send_all(opens.map(open).collect()).await;
-    for refused in [4, 2] {
-        let (seq, body) = rounds.next().await.unwrap().unwrap();
-        assert!(matches!(&body, Body::Error(e) if e.reason == "BUSY"), "{body:?}");
-        assert_eq!(seq, refused);
+    // The last of the worst, unless somebody has tokens of it already.
+    for (begun, refused, served) in [(None, [4, 2], [3, 0, 5, 1]), (Some(2), [4, 1], [3, 0, 5, 2])] {
+        let server = one_place().await;
+        let mut rounds = server.rounds(1).await;
+        // Four may wait; one frame is taken before any of it is admitted.
+        let opens = [1, 2, 2, 0, 2, 1].into_iter().enumerate();
+        let open = |(seq, priority)| {
+            let generated = u32::from(begun == Some(seq));
+            (seq as u64, of_priority(priority, Open { generated, ..greedy(&[7, 8], generated + 1) }))
+        };
+        rounds.send_all(opens.map(open).collect()).await;
+        for refused in refused {
+            let (seq, body) = rounds.next().await.unwrap().unwrap();
+            assert!(matches!(&body, Body::Error(e) if e.reason == "BUSY"), "{body:?}");
+            assert_eq!(seq, refused);
+        }
+        for served in served {
+            assert_eq!(rounds.next().await.unwrap().unwrap().0, served);
+        }
+        assert_eq!(server.load().await.waiting, 0);
+        server.stop().await;
     }
-    for served in [3, 0, 5, 1] {
-        assert_eq!(rounds.next().await.unwrap().unwrap().0, served);
-    }
-    assert_eq!(server.load().await.waiting, 0);
-    server.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -254,6 +260,23 @@ async fn a_sequence_that_says_nothing_for_a_while_gives_way_to_its_equals() {
     rounds.send(1, next_verify(&first, vec![])).await;
     assert_eq!(rounds.committed().await.tokens, tokens[1..2]);
     assert_eq!(server.load().await.preemptions, 2);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_page_shared_with_a_sequence_that_gives_way_needs_no_page_for_its_copy() {
+    // Ten pages: five of the first sequence, and the five that the second one needs beside the four that it shares.
+    let server = Server::start_with(|options| options.kv_tokens = 640).await;
+    let text: Vec<u32> = goldens(30).into_iter().flat_map(|golden| golden.prompt).collect();
+    let mut prompt = text[..575].to_vec();
+    prompt[230] = (prompt[230] + 1) % 4096;
+    let mut rounds = server.rounds(1).await;
+    rounds.send(1, of_priority(1, greedy(&text[..300], 9))).await;
+    rounds.committed().await;
+    rounds.send(2, of_priority(0, greedy(&prompt, 1))).await;
+    let opened = rounds.committed().await;
+    assert_eq!((opened.kv_len, opened.cached), (575, 3 * 64));
+    assert_eq!(server.load().await.preemptions, 1);
     server.stop().await;
 }
 

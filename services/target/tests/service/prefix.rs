@@ -267,6 +267,41 @@ async fn rows_that_were_let_go_start_later() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_full_cache_of_rows_keeps_beginnings() {
+    let server = Server::start_with(|options| options.aux_cache_bytes = 4 * ROWS_BYTES).await;
+    let lease = attach(&server).await;
+    let mut rounds = server.rounds(1).await;
+    let prompt = text(3 * PAGE + 4);
+    let mut rows = Vec::new();
+    // The second prompt needs two blocks: the rows of one page of the first one go.
+    for (prompt, cached) in [(&prompt, 0), (&fork(&prompt, 0).repeat(30), 0), (&prompt, 2)] {
+        let (published, state) = opened(&mut rounds, prompt).await;
+        assert_eq!(state.cached as usize, cached * PAGE);
+        rows.push(lease.rows(&published.refs, state.cached));
+        rounds.send(1, close()).await;
+        rounds.closed().await;
+        assert_eq!(server.load().await.cached_aux_bytes, 3 * ROWS_BYTES);
+    }
+    assert!(rows[2] == rows[0][2 * PAGE * lease.width()..]);
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_whose_rows_are_more_than_are_kept_is_not_computed_again() {
+    let server = Server::start_with(|options| options.aux_cache_bytes = 2 * ROWS_BYTES).await;
+    let _lease = attach(&server).await;
+    let mut rounds = server.rounds(1).await;
+    let prompt = text(2 * PAGE + 10);
+    for cached in [0, 2 * PAGE, 2 * PAGE] {
+        let (_, state) = opened(&mut rounds, &prompt).await;
+        assert_eq!(state.cached as usize, cached);
+        rounds.send(1, close()).await;
+        rounds.closed().await;
+    }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn pages_computed_without_a_draft_get_their_rows_when_one_wants_them() {
     let server = with_cache(None).await;
     let mut rounds = server.rounds(1).await;

@@ -43,7 +43,8 @@ struct Inner {
     /// What Load tells, and by how much it grows from call to call.
     steps: AtomicU64,
     pace: AtomicU64,
-    refuse_open: Mutex<Option<(Reason, &'static str)>>,
+    /// The next Opens are refused with these.
+    refuse_open: Mutex<VecDeque<(Reason, &'static str)>>,
     refuse_fetch: Mutex<Option<Reason>>,
     /// Sequences that wait for pages, as Load tells.
     waiting: AtomicU32,
@@ -111,8 +112,9 @@ impl FakeTarget {
         self.inner.pace.store(1, Ordering::SeqCst);
     }
 
+    /// One more Open is refused.
     pub(crate) fn refuse_open(&self, reason: Reason, message: &'static str) {
-        *self.inner.refuse_open.lock() = Some((reason, message));
+        self.inner.refuse_open.lock().push_back((reason, message));
     }
 
     /// From now on the target has no rows for drafts.
@@ -195,7 +197,7 @@ impl Engine {
             Op::Open(open) => {
                 let Open { tokens, generated, sampling, limits, features, priority: _ } = open;
                 inner.events.push(Seen::Open { seq, tokens: tokens.len(), generated, features });
-                if let Some((reason, message)) = inner.refuse_open.lock().take() {
+                if let Some((reason, message)) = inner.refuse_open.lock().pop_front() {
                     return Some(Body::Error(item_error(reason, message)));
                 }
                 let limits = limits.unwrap();
