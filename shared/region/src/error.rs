@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::{CudaError, RegionKind};
+
 /// A region that could not be created, mapped or accepted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -67,12 +69,43 @@ pub enum RegionError {
         /// The seals it has.
         found: String,
     },
-    /// An imported descriptor is not as long as its grant says.
-    #[error("imported memfd has {found} bytes, the grant says {expected}")]
+    /// Imported memory is not as long as its grant says.
+    #[error("imported memory has {found} bytes, the grant says {expected}")]
     Length {
         /// Bytes in the grant.
         expected: u64,
-        /// Bytes in the descriptor.
+        /// Bytes behind the descriptor or handle.
         found: u64,
     },
+    /// Bytes that a region does not have.
+    #[error("{bytes} bytes at offset {offset} exceed the region's {limit} bytes")]
+    Bounds {
+        /// First byte wanted.
+        offset: u64,
+        /// Bytes wanted.
+        bytes: u64,
+        /// The region's size in bytes.
+        limit: u64,
+    },
+    /// Bytes on a device were to be read as a slice.
+    #[error("a {kind} region lies on a device, where the CPU cannot read it")]
+    NotOnHost {
+        /// How the bytes are shared.
+        kind: RegionKind,
+    },
+    /// Bytes of the host were to be shared as a device's.
+    #[error("a {kind} region lies on no device")]
+    NotOnDevice {
+        /// How the bytes are shared.
+        kind: RegionKind,
+    },
+    /// A handle whose memory the driver would map writable, without leave to do so.
+    #[error("cuda_ipc maps the target's memory writable: it needs --allow-writable-ipc")]
+    WritableIpc,
+    /// A descriptor from the driver could not be closed to child processes.
+    #[error("descriptor of device memory: {0}")]
+    Descriptor(io::Error),
+    /// The GPU or its driver refused.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
 }

@@ -43,6 +43,11 @@ impl FileMap {
         Ok(Self { path: path.to_owned(), map })
     }
 
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
     /// The path it was opened by.
     pub fn path(&self) -> &Path {
         &self.path
@@ -50,8 +55,8 @@ impl FileMap {
 }
 
 impl Region for FileMap {
-    fn bytes(&self) -> &[u8] {
-        &self.map
+    fn host(&self) -> Option<&[u8]> {
+        Some(&self.map)
     }
 
     fn kind(&self) -> RegionKind {

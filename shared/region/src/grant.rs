@@ -1,8 +1,16 @@
 //! The manifest of an exported region: what lies where, and how to know that it is the right memory.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
-use crate::{ALIGN, Epoch, Region, RegionKind, RingGeometry, align_up};
+use crate::region::within;
+use crate::{ALIGN, Epoch, GpuUuid, IpcHandle, Region, RegionKind, RingGeometry, RingPayload, align_up};
+
+/// [`Grant::device`] of host memory.
+pub const CPU: &str = "cpu";
+
+/// Bytes that are hashed at a time where they must be copied from a device for it.
+const PIECE: u64 = 16 << 20;
 
 /// What an exporter says about one region. It travels beside the descriptors and is checked against them.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,8 +27,12 @@ pub struct Grant {
     pub tensors: Vec<TensorGrant>,
     /// The feature ring that is exported beside the region, as a descriptor of its own.
     pub ring: Option<RingGeometry>,
-    /// Where the memory lives: `cpu`, or a device's UUID.
+    /// Where the ring's rows lie, if not in the ring itself: on the region's device, shared by the same means.
+    pub ring_payload: Option<RingPayload>,
+    /// Where the memory lives: [`CPU`], or a device's UUID.
     pub device: String,
+    /// What opens memory of the kind `cuda_ipc`.
+    pub ipc: Option<IpcHandle>,
 }
 
 /// One tensor of a granted region.
@@ -63,6 +75,38 @@ pub enum GrantError {
         expected: RegionKind,
         /// Kind of the region.
         found: RegionKind,
+    },
+    /// The region lies elsewhere than the grant says.
+    #[error("region lies on {found}, the grant says {expected}")]
+    Device {
+        /// Device in the grant.
+        expected: String,
+        /// Device of the region.
+        found: String,
+    },
+    /// Memory that was to lie on a GPU lies on none.
+    #[error("grant of kind {kind}: device must be the UUID of a GPU, given {device:?}")]
+    NotAGpu {
+        /// Kind in the grant.
+        kind: RegionKind,
+        /// Device in the grant.
+        device: String,
+    },
+    /// What the grant carries does not go with its kind.
+    #[error("grant of kind {kind}: {what}")]
+    Means {
+        /// Kind in the grant.
+        kind: RegionKind,
+        /// What is missing or too much.
+        what: &'static str,
+    },
+    /// The bytes could not be read to be compared.
+    #[error("tensor {tensor}: {reason}")]
+    Unreadable {
+        /// The tensor.
+        tensor: String,
+        /// The device's answer.
+        reason: String,
     },
     /// The region is of another size than the grant says.
     #[error("region has {found} bytes, the grant says {expected}")]
@@ -131,19 +175,22 @@ pub enum GrantError {
 }
 
 impl Grant {
-    /// Checks that this grant is of `expected_epoch` and describes `region`: size, kind, and for every tensor its
-    /// bounds, alignment, shape and checksum. Reads every granted byte once.
+    /// Checks that this grant is of `expected_epoch` and describes `region`: kind, device, size, and for every tensor its
+    /// bounds, alignment, shape and checksum. Reads every granted byte once, a device's through the host.
     ///
     /// # Errors
     /// The first disagreement.
     pub fn verify(&self, region: &dyn Region, expected_epoch: Epoch) -> Result<(), GrantError> {
-        if self.epoch != expected_epoch {
-            return Err(GrantError::StaleEpoch { expected: expected_epoch, got: self.epoch });
-        }
+        self.check_epoch(expected_epoch)?;
         if self.kind != region.kind() {
             return Err(GrantError::Kind { expected: self.kind, found: region.kind() });
         }
-        let found = region.bytes().len() as u64;
+        let found = region.device().map_or_else(|| CPU.to_owned(), |span| span.uuid.to_string());
+        if self.device != found {
+            return Err(GrantError::Device { expected: self.device.clone(), found });
+        }
+        self.check_means()?;
+        let found = region.byte_len();
         if self.bytes != found {
             return Err(GrantError::Length { expected: self.bytes, found });
         }
@@ -155,6 +202,61 @@ impl Grant {
             tensor.verify(region)?;
         }
         Ok(())
+    }
+
+    /// Checks the boot alone, which needs no memory.
+    ///
+    /// # Errors
+    /// [`GrantError::StaleEpoch`].
+    pub fn check_epoch(&self, expected: Epoch) -> Result<(), GrantError> {
+        if self.epoch == expected {
+            return Ok(());
+        }
+        Err(GrantError::StaleEpoch { expected, got: self.epoch })
+    }
+
+    /// Checks that the grant carries the handles that its kind needs and no others, which needs no memory.
+    ///
+    /// # Errors
+    /// [`GrantError::Means`].
+    pub fn check_means(&self) -> Result<(), GrantError> {
+        let (on_device, by_handle) = (self.kind.is_on_device(), self.kind == RegionKind::CudaIpc);
+        let payload = self.ring_payload.as_ref();
+        let what = if self.ipc.is_some() != by_handle {
+            if by_handle { "it needs a handle" } else { "it has no use for a handle" }
+        } else if payload.is_some() != (on_device && self.ring.is_some()) {
+            if payload.is_none() {
+                "the ring's rows need a payload"
+            } else {
+                "it has no use for a ring payload"
+            }
+        } else if payload.is_some_and(|payload| payload.ipc.is_some() != by_handle) {
+            if by_handle {
+                "the ring payload needs a handle"
+            } else {
+                "the ring payload has no use for a handle"
+            }
+        } else {
+            return Ok(());
+        };
+        Err(GrantError::Means { kind: self.kind, what })
+    }
+
+    /// The GPU that the memory lies on.
+    ///
+    /// # Errors
+    /// [`GrantError::NotAGpu`].
+    pub fn gpu(&self) -> Result<GpuUuid, GrantError> {
+        let device = &self.device;
+        device.parse().map_err(|_| GrantError::NotAGpu { kind: self.kind, device: device.clone() })
+    }
+
+    /// Descriptors that travel beside the grant: the region's unless a handle opens it, the ring's, and that of the ring's
+    /// rows where they lie elsewhere and have one.
+    pub fn descriptors(&self) -> usize {
+        let region = usize::from(self.kind != RegionKind::CudaIpc);
+        let payload = usize::from(self.kind == RegionKind::CudaVmm && self.ring.is_some());
+        region + usize::from(self.ring.is_some()) + payload
     }
 
     /// The tensor of that name.
@@ -195,32 +297,48 @@ impl TensorGrant {
             checksum: [0; 32],
         };
         tensor.check_shape()?;
-        tensor.checksum = *blake3::hash(tensor.slice(region)?).as_bytes();
+        tensor.checksum = tensor.hash(region)?;
         Ok(tensor)
     }
 
-    /// The tensor's bytes within `region`.
+    /// BLAKE3 of the tensor's bytes in `region`.
     ///
     /// # Errors
-    /// [`GrantError::OutOfBounds`] and [`GrantError::Misaligned`].
-    pub fn slice<'a>(&self, region: &'a dyn Region) -> Result<&'a [u8], GrantError> {
-        let all = region.bytes();
-        let limit = all.len() as u64;
-        let Some(end) = self.offset.checked_add(self.bytes).filter(|end| *end <= limit) else {
-            let (offset, bytes) = (self.offset, self.bytes);
+    /// [`GrantError::OutOfBounds`], [`GrantError::Misaligned`] and [`GrantError::Unreadable`].
+    pub fn hash(&self, region: &dyn Region) -> Result<[u8; 32], GrantError> {
+        let range = self.range(region)?;
+        if let Some(bytes) = region.host() {
+            // Both ends are at most the slice's length, which is a usize.
+            return Ok(blake3::hash(&bytes[range.start as usize..range.end as usize]).into());
+        }
+        let mut hasher = blake3::Hasher::new();
+        let mut piece = vec![0; PIECE.min(self.bytes) as usize];
+        for at in range.clone().step_by(PIECE as usize) {
+            let part = &mut piece[..PIECE.min(range.end - at) as usize];
+            region
+                .read(at, part)
+                .map_err(|e| GrantError::Unreadable { tensor: self.name.clone(), reason: e.to_string() })?;
+            hasher.update(part);
+        }
+        Ok(hasher.finalize().into())
+    }
+
+    /// The tensor's bytes within `region`.
+    fn range(&self, region: &dyn Region) -> Result<Range<u64>, GrantError> {
+        let (limit, offset, bytes) = (region.byte_len(), self.offset, self.bytes);
+        let Ok(range) = within(limit, offset, bytes) else {
             return Err(GrantError::OutOfBounds { tensor: self.name.clone(), offset, bytes, limit });
         };
-        if align_up(self.offset) != Some(self.offset) {
-            return Err(GrantError::Misaligned { tensor: self.name.clone(), offset: self.offset });
+        if align_up(offset) != Some(offset) {
+            return Err(GrantError::Misaligned { tensor: self.name.clone(), offset });
         }
-        // Both ends are at most the slice's length, which is a usize.
-        Ok(&all[self.offset as usize..end as usize])
+        Ok(range)
     }
 
     fn verify(&self, region: &dyn Region) -> Result<(), GrantError> {
-        let bytes = self.slice(region)?;
+        self.range(region)?;
         self.check_shape()?;
-        if blake3::hash(bytes) != blake3::Hash::from_bytes(self.checksum) {
+        if self.hash(region)? != self.checksum {
             let (offset, bytes) = (self.offset, self.bytes);
             return Err(GrantError::Checksum { tensor: self.name.clone(), offset, bytes });
         }
@@ -264,7 +382,7 @@ fn element_bytes(dtype: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Local;
+    use crate::{DeviceSpan, Local, RegionError};
     use proptest::prelude::*;
 
     fn granted() -> (Local, Grant) {
@@ -275,8 +393,17 @@ mod tests {
         ];
         let epoch = Epoch::random().unwrap();
         let kind = RegionKind::Local;
-        let grant =
-            Grant { epoch, export_id: 1, kind, bytes: 256, tensors, ring: None, device: "cpu".to_owned() };
+        let grant = Grant {
+            epoch,
+            export_id: 1,
+            kind,
+            bytes: 256,
+            tensors,
+            ring: None,
+            ring_payload: None,
+            device: CPU.to_owned(),
+            ipc: None,
+        };
         (region, grant)
     }
 
@@ -293,7 +420,7 @@ mod tests {
         grant.verify(&region, grant.epoch).unwrap();
         let lm_head = grant.tensor("lm_head").unwrap();
         assert_eq!(lm_head.strides, [15, 5, 1]);
-        assert_eq!(lm_head.slice(&region).unwrap(), &region.bytes()[64..184]);
+        assert_eq!(lm_head.checksum, *blake3::hash(&region.bytes()[64..184]).as_bytes());
         assert!(grant.tensor("absent").is_none());
     }
 
@@ -322,6 +449,8 @@ mod tests {
     fn each_false_field_has_its_own_error() {
         let e = error_of(|g| g.kind = RegionKind::Memfd);
         assert!(matches!(e, GrantError::Kind { found: RegionKind::Local, .. }), "{e}");
+        let e = error_of(|g| g.device = GPU.to_owned());
+        assert_eq!(e.to_string(), format!("region lies on cpu, the grant says {GPU}"));
         let e = error_of(|g| g.bytes = 255);
         assert_eq!(e, GrantError::Length { expected: 255, found: 256 });
         let e = error_of(|g| g.tensors[1].name = "embed".to_owned());
@@ -340,6 +469,100 @@ mod tests {
         assert!(matches!(e, GrantError::Shape { .. }), "{e}");
         let e = error_of(|g| g.tensors[0].checksum[31] ^= 1);
         assert!(matches!(e, GrantError::Checksum { .. }), "{e}");
+    }
+
+    const GPU: &str = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50";
+
+    /// Bytes that no slice can be had of, as on a device.
+    #[derive(Debug)]
+    struct Remote {
+        kind: RegionKind,
+        bytes: Vec<u8>,
+        fails: bool,
+    }
+
+    impl Region for Remote {
+        fn host(&self) -> Option<&[u8]> {
+            None
+        }
+
+        fn device(&self) -> Option<DeviceSpan> {
+            let len = self.bytes.len() as u64;
+            Some(DeviceSpan { ptr: 1 << 40, len, ordinal: 0, uuid: GPU.parse().unwrap() })
+        }
+
+        fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), RegionError> {
+            if self.fails {
+                return Err(RegionError::WritableIpc);
+            }
+            let at = within(self.bytes.len() as u64, offset, out.len() as u64)?;
+            out.copy_from_slice(&self.bytes[at.start as usize..at.end as usize]);
+            Ok(())
+        }
+
+        fn kind(&self) -> RegionKind {
+            self.kind
+        }
+    }
+
+    /// A region of more than one piece, with a grant that is true of it.
+    fn on_device(kind: RegionKind) -> (Remote, Grant) {
+        let bytes: Vec<u8> = (0..PIECE + 192).map(|i| (i % 251) as u8).collect();
+        let region = Remote { kind, bytes, fails: false };
+        let shape = [(PIECE + 128) / 2];
+        let tensors = vec![TensorGrant::row_major(&region, "embed", "bf16", &shape, 64).unwrap()];
+        assert_eq!(tensors[0].checksum, *blake3::hash(&region.bytes[64..]).as_bytes());
+        let by_handle = kind == RegionKind::CudaIpc;
+        let ipc = by_handle.then_some(IpcHandle { handle: [7; 64], offset: 512 });
+        let (_, host) = granted();
+        let ring = Some(RingGeometry { slots: 2, slot_rows: 8, row_width: 16 });
+        let ring_payload = Some(RingPayload { value_bytes: 2, ipc });
+        let bytes = PIECE + 192;
+        let grant = Grant { kind, bytes, tensors, ring, ring_payload, device: GPU.to_owned(), ipc, ..host };
+        (region, grant)
+    }
+
+    #[test]
+    fn a_grant_of_device_memory_is_verified_through_copies() {
+        for (kind, descriptors) in [(RegionKind::CudaVmm, 3), (RegionKind::CudaIpc, 1)] {
+            let (mut region, grant) = on_device(kind);
+            grant.verify(&region, grant.epoch).unwrap();
+            assert_eq!(
+                (grant.descriptors(), grant.gpu().unwrap().to_string()),
+                (descriptors, GPU.to_owned())
+            );
+            let other = Grant { device: GPU.replace('5', "6"), ..grant.clone() };
+            let error = other.verify(&region, grant.epoch).unwrap_err();
+            assert!(matches!(&error, GrantError::Device { found, .. } if found == GPU), "{error}");
+            let error = grant.verify(&region, Epoch::random().unwrap()).unwrap_err();
+            assert!(matches!(error, GrantError::StaleEpoch { .. }), "{error}");
+            let last = region.bytes.len() - 1;
+            region.bytes[last] ^= 1;
+            let error = grant.verify(&region, grant.epoch).unwrap_err();
+            assert!(matches!(&error, GrantError::Checksum { tensor, .. } if tensor == "embed"), "{error}");
+            region.fails = true;
+            let error = grant.verify(&region, grant.epoch).unwrap_err();
+            assert!(matches!(error, GrantError::Unreadable { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn handles_go_with_the_kind() {
+        let refused = |kind, change: fn(&mut Grant), wanted: &str| {
+            let (_, mut grant) = on_device(kind);
+            grant.check_means().unwrap();
+            change(&mut grant);
+            let error = grant.check_means().unwrap_err().to_string();
+            assert_eq!(error, format!("grant of kind {}: {wanted}", grant.kind));
+        };
+        let handle = |g: &mut Grant| g.ring_payload.as_mut().unwrap().ipc = None;
+        refused(RegionKind::CudaIpc, |g| g.ipc = None, "it needs a handle");
+        refused(RegionKind::CudaIpc, handle, "the ring payload needs a handle");
+        refused(RegionKind::CudaIpc, |g| g.kind = RegionKind::CudaVmm, "it has no use for a handle");
+        refused(RegionKind::CudaVmm, |g| g.ring_payload = None, "the ring's rows need a payload");
+        refused(RegionKind::CudaVmm, |g| g.ring = None, "it has no use for a ring payload");
+        refused(RegionKind::CudaVmm, |g| g.kind = RegionKind::Memfd, "it has no use for a ring payload");
+        assert!(granted().1.gpu().is_err());
     }
 
     proptest! {

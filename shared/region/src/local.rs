@@ -26,6 +26,12 @@ impl Local {
         local
     }
 
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: as in `bytes_mut`, with a shared borrow.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.len) }
+    }
+
     /// The bytes, to be written before the region is shared.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: `lines` holds at least `len` initialised bytes without padding between them (`Line` is as large as
@@ -35,9 +41,8 @@ impl Local {
 }
 
 impl Region for Local {
-    fn bytes(&self) -> &[u8] {
-        // SAFETY: as in `bytes_mut`, with a shared borrow.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.len) }
+    fn host(&self) -> Option<&[u8]> {
+        Some(self.bytes())
     }
 
     fn kind(&self) -> RegionKind {

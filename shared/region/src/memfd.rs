@@ -66,6 +66,11 @@ impl Memfd {
         self.fd.as_fd()
     }
 
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
     /// The name it was made with.
     pub fn name(&self) -> &str {
         &self.name
@@ -73,8 +78,8 @@ impl Memfd {
 }
 
 impl Region for Memfd {
-    fn bytes(&self) -> &[u8] {
-        &self.map
+    fn host(&self) -> Option<&[u8]> {
+        Some(&self.map)
     }
 
     fn kind(&self) -> RegionKind {
@@ -105,11 +110,16 @@ impl ImportedMemfd {
         let map = unsafe { Mmap::map(&fd) }.map_err(failed("import", "map it"))?;
         Ok(Self { map })
     }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
+    }
 }
 
 impl Region for ImportedMemfd {
-    fn bytes(&self) -> &[u8] {
-        &self.map
+    fn host(&self) -> Option<&[u8]> {
+        Some(&self.map)
     }
 
     fn kind(&self) -> RegionKind {

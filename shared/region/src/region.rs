@@ -1,6 +1,9 @@
 //! What every kind of shared memory has in common.
 
 use std::fmt;
+use std::ops::Range;
+
+use crate::{GpuUuid, RegionError};
 
 /// Alignment in bytes of every tensor inside a region: a cache line, and enough for any vector load.
 pub const ALIGN: usize = 64;
@@ -10,15 +13,72 @@ pub fn align_up(offset: u64) -> Option<u64> {
     offset.checked_next_multiple_of(ALIGN as u64)
 }
 
+/// Where bytes lie on a device. The address means something to kernels and the driver alone, in this process, for as long
+/// as the memory it was taken of lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSpan {
+    /// Device address of the first byte.
+    pub ptr: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The GPU's place among those that this process sees.
+    pub ordinal: usize,
+    /// The GPU.
+    pub uuid: GpuUuid,
+}
+
 /// A run of bytes that is mapped for as long as the value lives and that nobody changes meanwhile.
+///
+/// The bytes lie in host memory or on a device: exactly one of [`host`](Self::host) and [`device`](Self::device) tells
+/// where. A region on a device implements `device` and `read` too.
 ///
 /// Memory with a living writer is not a `Region`: see [`RingReader`](crate::RingReader).
 pub trait Region: Send + Sync + fmt::Debug {
-    /// The bytes; the first one is aligned to at least [`ALIGN`].
-    fn bytes(&self) -> &[u8];
+    /// The bytes where they lie in host memory; the first one is aligned to at least [`ALIGN`].
+    fn host(&self) -> Option<&[u8]>;
+
+    /// Where the bytes lie on a device.
+    fn device(&self) -> Option<DeviceSpan> {
+        None
+    }
 
     /// How the bytes came to be in this process.
     fn kind(&self) -> RegionKind;
+
+    /// Size in bytes.
+    fn byte_len(&self) -> u64 {
+        match self.host() {
+            Some(bytes) => bytes.len() as u64,
+            None => self.device().map_or(0, |span| span.len),
+        }
+    }
+
+    /// Copies the bytes from `offset` on to `out`, wherever they lie. Not for whole weights: a device's bytes take the bus.
+    ///
+    /// # Errors
+    /// [`RegionError::Bounds`], or the device's answer.
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), RegionError> {
+        let bytes = self.host_bytes()?;
+        let at = within(bytes.len() as u64, offset, out.len() as u64)?;
+        out.copy_from_slice(&bytes[at.start as usize..at.end as usize]);
+        Ok(())
+    }
+
+    /// The bytes, for those who can use host memory only.
+    ///
+    /// # Errors
+    /// [`RegionError::NotOnHost`].
+    fn host_bytes(&self) -> Result<&[u8], RegionError> {
+        self.host().ok_or_else(|| RegionError::NotOnHost { kind: self.kind() })
+    }
+}
+
+/// `bytes` bytes from `offset` on of a region of `limit` bytes.
+pub(crate) fn within(limit: u64, offset: u64, bytes: u64) -> Result<Range<u64>, RegionError> {
+    match offset.checked_add(bytes).filter(|end| *end <= limit) {
+        Some(end) => Ok(offset..end),
+        None => Err(RegionError::Bounds { offset, bytes, limit }),
+    }
 }
 
 /// How a region's bytes come to be in this process.
@@ -31,15 +91,28 @@ pub enum RegionKind {
     Memfd,
     /// Memory of this process alone.
     Local,
+    /// Device memory behind a file descriptor, which importers map read-only.
+    CudaVmm,
+    /// Device memory behind a handle, which importers map writable.
+    CudaIpc,
 }
 
 impl RegionKind {
+    const ALL: [Self; 5] = [Self::FileMap, Self::Memfd, Self::Local, Self::CudaVmm, Self::CudaIpc];
+
+    /// The bytes lie on a device.
+    pub fn is_on_device(self) -> bool {
+        matches!(self, Self::CudaVmm | Self::CudaIpc)
+    }
+
     /// The name used in messages and logs; `str::parse` reads it back.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::FileMap => "file",
             Self::Memfd => "memfd",
             Self::Local => "local",
+            Self::CudaVmm => "cuda_vmm",
+            Self::CudaIpc => "cuda_ipc",
         }
     }
 }
@@ -52,17 +125,14 @@ impl fmt::Display for RegionKind {
 
 /// A region kind this build does not know.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("region kind must be file, memfd or local, given {0:?}")]
+#[error("region kind must be file, memfd, local, cuda_vmm or cuda_ipc, given {0:?}")]
 pub struct UnknownKind(pub String);
 
 impl std::str::FromStr for RegionKind {
     type Err = UnknownKind;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        [Self::FileMap, Self::Memfd, Self::Local]
-            .into_iter()
-            .find(|kind| kind.as_str() == text)
-            .ok_or_else(|| UnknownKind(text.to_owned()))
+        Self::ALL.into_iter().find(|kind| kind.as_str() == text).ok_or_else(|| UnknownKind(text.to_owned()))
     }
 }
 
@@ -72,11 +142,23 @@ mod tests {
 
     #[test]
     fn kinds_read_back_what_they_print() {
-        for kind in [RegionKind::FileMap, RegionKind::Memfd, RegionKind::Local] {
+        for kind in RegionKind::ALL {
             assert_eq!(kind.to_string().parse(), Ok(kind));
         }
-        let unknown = "cuda_ipc".parse::<RegionKind>().unwrap_err();
-        assert!(unknown.to_string().contains("cuda_ipc"));
+        let unknown = "cuda_pipe".parse::<RegionKind>().unwrap_err();
+        assert!(unknown.to_string().contains("cuda_pipe"));
+    }
+
+    #[test]
+    fn reading_stays_within_the_region() {
+        let region = crate::Local::copy_of(b"weights");
+        let mut out = [0; 3];
+        region.read(4, &mut out).unwrap();
+        assert_eq!(&out, b"hts");
+        for offset in [5, u64::MAX] {
+            let error = region.read(offset, &mut out).unwrap_err();
+            assert!(matches!(error, RegionError::Bounds { limit: 7, .. }), "{error}");
+        }
     }
 
     #[test]

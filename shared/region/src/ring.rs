@@ -1,32 +1,21 @@
 //! The feature ring: one writer that never waits, readers that notice when they were overtaken.
 
+mod block;
+mod device;
 mod seqlock;
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{self, AtomicU32, AtomicU64, Ordering};
+// For `seqlock`, which takes them from here.
+use std::sync::atomic;
 
-use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::SealFlags;
-
+use self::block::{Block, Cursor, Layout};
+pub use self::device::{
+    DeviceRingGeometry, DeviceRingReader, DeviceRingWriter, DeviceRows, ImportedPayload, RingMemory,
+    RingPayload, SlotPart,
+};
 use self::seqlock::Seqlock;
-use crate::{ALIGN, Epoch, RegionError, align_up, memfd};
-
-const MAGIC: u64 = u64::from_le_bytes(*b"eyriring");
-const VERSION: u32 = 1;
-const HEADER_BYTES: u64 = ALIGN as u64;
-
-// Byte offsets within the header.
-const AT_MAGIC: usize = 0;
-const AT_EPOCH: usize = 8;
-const AT_VERSION: usize = 16;
-const AT_SLOTS: usize = 20;
-const AT_SLOT_ROWS: usize = 24;
-const AT_ROW_WIDTH: usize = 28;
-
-// Byte offsets within a slot; the second stamp follows the padded payload.
-const AT_GENERATION: usize = 0;
-const AT_ROWS: usize = 8;
-const AT_PAYLOAD: usize = ALIGN;
+use crate::{Epoch, RegionError};
 
 /// Size of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,6 +76,36 @@ pub enum RingError {
         /// The value in memory.
         found: u64,
     },
+    /// Values of a width that no kernel writes.
+    #[error("a value on a device must have 2 or 4 bytes, given {given}")]
+    ValueBytes {
+        /// Bytes given.
+        given: u32,
+    },
+    /// A publication of no rows on a device, or of more than a slot holds.
+    #[error("publication must be 1 to {slot_rows} rows a slot, given {rows}")]
+    DeviceRows {
+        /// Rows a slot holds.
+        slot_rows: u32,
+        /// Rows given.
+        rows: u32,
+    },
+    /// More publications at once than there are slots: the last would overwrite the first.
+    #[error("a batch must be at most {limit} publications, given {given}")]
+    Batch {
+        /// Slots of the ring.
+        limit: u32,
+        /// Publications given.
+        given: usize,
+    },
+    /// More rows at once than the reader has room for.
+    #[error("a batch must be at most {limit} rows, given {given}")]
+    Room {
+        /// Rows that the reader has room for.
+        limit: u64,
+        /// Rows wanted.
+        given: u64,
+    },
     /// A publication of no whole rows, or of more than a slot holds.
     #[error("publication must be 1 to {slot_rows} rows of {row_width} values, given {values} values")]
     Publication {
@@ -129,18 +148,12 @@ impl RingGeometry {
     /// # Errors
     /// [`RingError::Geometry`] where a field is zero or the ring exceeds the address space.
     pub fn byte_len(&self) -> Result<u64, RingError> {
-        let &Self { slots, slot_rows, row_width } = self;
-        self.checked_len().ok_or(RingError::Geometry { slots, slot_rows, row_width })
+        Ok(Layout::with_rows(*self)?.len)
     }
 
-    fn checked_len(&self) -> Option<u64> {
-        if self.slots == 0 || self.slot_rows == 0 || self.row_width == 0 {
-            return None;
-        }
-        let payload = u64::from(self.slot_rows).checked_mul(u64::from(self.row_width))?.checked_mul(4)?;
-        let slot = align_up(payload)?.checked_add(2 * ALIGN as u64)?;
-        let len = slot.checked_mul(u64::from(self.slots))?.checked_add(HEADER_BYTES)?;
-        isize::try_from(len).ok().map(|_| len)
+    fn refused(self) -> RingError {
+        let Self { slots, slot_rows, row_width } = self;
+        RingError::Geometry { slots, slot_rows, row_width }
     }
 
     /// Values in a full slot.
@@ -148,51 +161,49 @@ impl RingGeometry {
         self.slot_rows as usize * self.row_width as usize
     }
 
-    fn at_second_stamp(&self) -> usize {
-        AT_PAYLOAD + (self.slot_values() * 4).next_multiple_of(ALIGN)
-    }
-
-    fn slot_bytes(&self) -> usize {
-        self.at_second_stamp() + ALIGN
-    }
-}
-
-/// A mapping of a ring whose words are only ever touched as atomics.
-#[derive(Debug)]
-struct Mapping {
-    map: MmapRaw,
-    // Invariant: `map` is exactly `geometry.byte_len()` bytes long.
-    geometry: RingGeometry,
-}
-
-impl Mapping {
-    fn u64(&self, offset: usize) -> &AtomicU64 {
-        debug_assert!(offset.is_multiple_of(8) && offset + 8 <= self.map.len());
-        // SAFETY: every caller's offset lies within the mapping by its invariant and is a multiple of 8 from a page
-        // boundary; all accesses to ring memory, in every process, are atomic ones of the same size.
-        unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset).cast()) }
-    }
-
-    fn u32s(&self, offset: usize, count: usize) -> &[AtomicU32] {
-        debug_assert!(offset.is_multiple_of(4) && offset + 4 * count <= self.map.len());
-        // SAFETY: as in `u64`, with multiples of 4; `AtomicU32` has the layout of `u32`, and a shared slice of atomics
-        // permits writes by others.
-        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset).cast(), count) }
-    }
-
-    fn u32(&self, offset: usize) -> &AtomicU32 {
-        &self.u32s(offset, 1)[0]
-    }
-
-    /// `slot` must be below `geometry.slots`.
-    fn slot(&self, slot: u32) -> Seqlock<'_> {
-        let start = HEADER_BYTES as usize + slot as usize * self.geometry.slot_bytes();
-        Seqlock {
-            before: self.u64(start + AT_GENERATION),
-            rows: self.u32(start + AT_ROWS),
-            payload: self.u32s(start + AT_PAYLOAD, self.geometry.slot_values()),
-            after: self.u64(start + self.geometry.at_second_stamp()),
+    fn check_slot(&self, slot: u32, generation: u64) -> Result<(), RingError> {
+        if slot < self.slots {
+            return Ok(());
         }
+        let (limit, given) = (u64::from(self.slots) - 1, slot.into());
+        Err(RingError::Reference { slot, generation, what: "slot index", limit, given })
+    }
+
+    /// The rows `first..first + rows` of a publication, if it can have them.
+    fn check_part(&self, published: SlotRef, first: u32, rows: u32) -> Result<Range<usize>, RingError> {
+        let SlotRef { slot, generation, rows: held } = published;
+        self.check_slot(slot, generation)?;
+        let invalid = |what, limit, given| RingError::Reference { slot, generation, what, limit, given };
+        if held > self.slot_rows {
+            return Err(invalid("rows", self.slot_rows.into(), held.into()));
+        }
+        let end = u64::from(first) + u64::from(rows);
+        if end > u64::from(held) {
+            return Err(invalid("last row wanted", held.into(), end));
+        }
+        Ok(first as usize..end as usize)
+    }
+}
+
+impl SlotRef {
+    /// Judges what a read of this publication found: the rows stored with it, or a stamp in its place.
+    fn judge(&self, found: Result<u32, u64>) -> Result<(), RingError> {
+        let &Self { slot, generation, rows } = self;
+        match found {
+            Ok(stored) if stored == rows => Ok(()),
+            Ok(stored) => {
+                let (limit, given) = (stored.into(), rows.into());
+                Err(RingError::Reference { slot, generation, what: "rows", limit, given })
+            }
+            Err(found) => Err(RingError::Stale { slot, wanted: generation, found }),
+        }
+    }
+}
+
+impl Block {
+    /// The slot with its rows beside the stamps; `slot` must be below the geometry's.
+    fn seqlock(&self, slot: u32) -> Seqlock<'_> {
+        Seqlock { stamps: self.stamps(slot), payload: self.payload(slot) }
     }
 }
 
@@ -200,9 +211,9 @@ impl Mapping {
 #[derive(Debug)]
 pub struct RingWriter {
     fd: OwnedFd,
-    ring: Mapping,
+    ring: Block,
     epoch: Epoch,
-    published: u64,
+    cursor: Cursor,
 }
 
 impl RingWriter {
@@ -211,21 +222,8 @@ impl RingWriter {
     /// # Errors
     /// [`RingError::Geometry`], or why the memory could not be had.
     pub fn create(geometry: RingGeometry, epoch: Epoch) -> Result<Self, RingError> {
-        const NAME: &str = "eyrie-ring";
-        let failed = |action| {
-            move |source| RingError::Region(RegionError::Memfd { name: NAME.to_owned(), action, source })
-        };
-        let fd = memfd::create(NAME, geometry.byte_len()?)?;
-        let map = MmapOptions::new().populate().map_raw(&fd).map_err(failed("map it"))?;
-        memfd::seal(&fd, SealFlags::FUTURE_WRITE).map_err(|e| failed("seal it")(e.into()))?;
-        let ring = Mapping { map, geometry };
-        ring.u64(AT_MAGIC).store(MAGIC, Ordering::Relaxed);
-        ring.u64(AT_EPOCH).store(epoch.get(), Ordering::Relaxed);
-        ring.u32(AT_VERSION).store(VERSION, Ordering::Relaxed);
-        ring.u32(AT_SLOTS).store(geometry.slots, Ordering::Relaxed);
-        ring.u32(AT_SLOT_ROWS).store(geometry.slot_rows, Ordering::Relaxed);
-        ring.u32(AT_ROW_WIDTH).store(geometry.row_width, Ordering::Relaxed);
-        Ok(Self { fd, ring, epoch, published: 0 })
+        let (fd, ring) = Block::create("eyrie-ring", Layout::with_rows(geometry)?, epoch)?;
+        Ok(Self { fd, ring, epoch, cursor: Cursor::default() })
     }
 
     /// The descriptor, to be passed to readers.
@@ -235,7 +233,7 @@ impl RingWriter {
 
     /// Its size.
     pub fn geometry(&self) -> RingGeometry {
-        self.ring.geometry
+        self.ring.geometry()
     }
 
     /// The boot it belongs to.
@@ -248,17 +246,15 @@ impl RingWriter {
     /// # Errors
     /// [`RingError::Publication`] where `rows` is empty, no whole number of rows, or more than a slot holds.
     pub fn publish(&mut self, rows: &[f32]) -> Result<SlotRef, RingError> {
-        let RingGeometry { slots, slot_rows, row_width } = self.ring.geometry;
+        let geometry @ RingGeometry { slot_rows, row_width, .. } = self.ring.geometry();
         let count = rows.len() / row_width as usize;
         let whole = rows.len().is_multiple_of(row_width as usize);
         let Some(count) = u32::try_from(count).ok().filter(|n| whole && (1..=slot_rows).contains(n)) else {
             return Err(RingError::Publication { slot_rows, row_width, values: rows.len() });
         };
-        let slot = (self.published % u64::from(slots)) as u32;
-        self.published += 1;
-        let generation = 2 * self.published;
-        self.ring.slot(slot).write(generation, count, rows);
-        Ok(SlotRef { slot, generation, rows: count })
+        let published = self.cursor.next(geometry, count);
+        self.ring.seqlock(published.slot).write(published.generation, count, rows);
+        Ok(published)
     }
 }
 
@@ -268,7 +264,7 @@ impl RingWriter {
 /// every read is a copy that is checked afterwards.
 #[derive(Debug)]
 pub struct RingReader {
-    ring: Mapping,
+    ring: Block,
 }
 
 impl RingReader {
@@ -278,31 +274,12 @@ impl RingReader {
     /// [`RingError::Region`] for a descriptor that is not a sealed ring of that size, [`RingError::Header`] for
     /// another geometry, [`RingError::StaleEpoch`] for another boot.
     pub fn open(fd: OwnedFd, geometry: RingGeometry, epoch: Epoch) -> Result<Self, RingError> {
-        // Its writer goes on writing; nobody else may begin to.
-        memfd::check_import(&fd, geometry.byte_len()?, SealFlags::FUTURE_WRITE)?;
-        let map = MmapOptions::new().populate().map_raw_read_only(&fd).map_err(|source| {
-            RingError::Region(RegionError::Memfd { name: "ring".to_owned(), action: "map it", source })
-        })?;
-        let ring = Mapping { map, geometry };
-        let header = |field, expected: u64, found: u64| {
-            if expected == found { Ok(()) } else { Err(RingError::Header { field, expected, found }) }
-        };
-        let word = |offset| u64::from(ring.u32(offset).load(Ordering::Relaxed));
-        header("magic", MAGIC, ring.u64(AT_MAGIC).load(Ordering::Relaxed))?;
-        header("version", VERSION.into(), word(AT_VERSION))?;
-        header("slots", geometry.slots.into(), word(AT_SLOTS))?;
-        header("slot_rows", geometry.slot_rows.into(), word(AT_SLOT_ROWS))?;
-        header("row_width", geometry.row_width.into(), word(AT_ROW_WIDTH))?;
-        let found = ring.u64(AT_EPOCH).load(Ordering::Relaxed);
-        if found != epoch.get() {
-            return Err(RingError::StaleEpoch { expected: epoch, found });
-        }
-        Ok(Self { ring })
+        Ok(Self { ring: Block::open(fd, Layout::with_rows(geometry)?, epoch)? })
     }
 
     /// Its size.
     pub fn geometry(&self) -> RingGeometry {
-        self.ring.geometry
+        self.ring.geometry()
     }
 
     /// Replaces `out` by all rows of a publication, `rows × row_width` values.
@@ -320,14 +297,11 @@ impl RingReader {
     /// carries that stamp. `out` is empty then.
     pub fn read_slot(&self, slot: u32, generation: u64, out: &mut Vec<f32>) -> Result<(), RingError> {
         out.clear();
-        let RingGeometry { slots, row_width, .. } = self.ring.geometry;
-        if slot >= slots {
-            let (limit, given) = (u64::from(slots) - 1, slot.into());
-            return Err(RingError::Reference { slot, generation, what: "slot index", limit, given });
-        }
-        match self.ring.slot(slot).read(generation, 0..self.ring.geometry.slot_values(), out) {
+        let geometry = self.ring.geometry();
+        geometry.check_slot(slot, generation)?;
+        match self.ring.seqlock(slot).read(generation, 0..geometry.slot_values(), out) {
             Ok(rows) => {
-                out.truncate(rows as usize * row_width as usize);
+                out.truncate(rows as usize * geometry.row_width as usize);
                 Ok(())
             }
             Err(found) => {
@@ -350,33 +324,12 @@ impl RingReader {
         out: &mut Vec<f32>,
     ) -> Result<(), RingError> {
         out.clear();
-        let RingGeometry { slots, slot_rows, row_width } = self.ring.geometry;
-        let SlotRef { slot, generation, rows: held } = published;
-        let invalid = |what, limit, given| RingError::Reference { slot, generation, what, limit, given };
-        if slot >= slots {
-            return Err(invalid("slot index", u64::from(slots) - 1, slot.into()));
-        }
-        if held > slot_rows {
-            return Err(invalid("rows", slot_rows.into(), held.into()));
-        }
-        let end = u64::from(first) + u64::from(rows);
-        if end > u64::from(held) {
-            return Err(invalid("last row wanted", held.into(), end));
-        }
-        let width = row_width as usize;
-        let values = first as usize * width..end as usize * width;
-        let found = self.ring.slot(slot).read(generation, values, out);
-        match found {
-            Ok(stored) if stored == held => Ok(()),
-            Ok(stored) => {
-                out.clear();
-                Err(invalid("rows", stored.into(), held.into()))
-            }
-            Err(found) => {
-                out.clear();
-                Err(RingError::Stale { slot, wanted: generation, found })
-            }
-        }
+        let geometry = self.ring.geometry();
+        let part = geometry.check_part(published, first, rows)?;
+        let width = geometry.row_width as usize;
+        let values = part.start * width..part.end * width;
+        let found = self.ring.seqlock(published.slot).read(published.generation, values, out);
+        published.judge(found).inspect_err(|_| out.clear())
     }
 }
 

@@ -27,9 +27,10 @@ pub struct MappingUsage {
 /// this: it is for reports, not for every step.
 ///
 /// # Errors
-/// Where `/proc/self/smaps` cannot be read, does not parse, or does not list the region.
+/// Where `/proc/self/smaps` cannot be read, does not parse, or does not list the region; a region on a device has none.
 pub fn mapping_usage(region: &dyn Region) -> io::Result<MappingUsage> {
-    let range = region.bytes().as_ptr_range();
+    let bytes = region.host_bytes().map_err(|e| io::Error::new(io::ErrorKind::Unsupported, e))?;
+    let range = bytes.as_ptr_range();
     let smaps = std::fs::read_to_string("/proc/self/smaps")?;
     sum(&smaps, range.start as u64..range.end as u64)
 }

@@ -13,7 +13,7 @@ use loom::sync::Arc;
 use loom::thread;
 
 use self::atomic::{AtomicU32, AtomicU64, Weakness};
-use self::seqlock::Seqlock;
+use self::seqlock::{Seqlock, Stamps};
 
 /// Loom's atomics, with one ordering of the protocol taken away on demand.
 mod atomic {
@@ -75,7 +75,8 @@ struct Slot {
 
 impl Slot {
     fn lock(&self) -> Seqlock<'_> {
-        Seqlock { before: &self.before, rows: &self.rows, payload: &self.payload, after: &self.after }
+        let stamps = Stamps { before: &self.before, rows: &self.rows, after: &self.after };
+        Seqlock { stamps, payload: &self.payload }
     }
 
     /// Publication `n`: all of its words are `n`.

@@ -91,7 +91,9 @@ fn grant(region: &dyn Region, epoch: Epoch) -> Grant {
         bytes: EMBED_BYTES,
         tensors: vec![embed],
         ring: None,
+        ring_payload: None,
         device: "cpu".to_owned(),
+        ipc: None,
     }
 }
 

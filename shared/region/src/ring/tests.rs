@@ -1,6 +1,9 @@
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use memmap2::MmapOptions;
 
 use super::*;
+use crate::memfd;
 
 const SMALL: RingGeometry = RingGeometry { slots: 3, slot_rows: 4, row_width: 5 };
 
@@ -73,7 +76,7 @@ fn references_nobody_gave_out_are_refused() {
 fn a_write_cut_short_is_never_read() {
     let (mut writer, reader) = ring(SMALL);
     let good = writer.publish(&[1.0; 5]).unwrap();
-    let slot = writer.ring.slot(good.slot);
+    let slot = writer.ring.stamps(good.slot);
     slot.before.store(good.generation + 1, Ordering::Relaxed);
     let mut out = Vec::new();
     for generation in [good.generation, good.generation + 1, good.generation + 2] {
@@ -122,7 +125,7 @@ fn geometries_without_room_or_end_are_errors() {
     }
     let one = RingGeometry { slots: 1, slot_rows: 1, row_width: 1 };
     assert_eq!(one.byte_len().unwrap(), 4 * 64);
-    assert_eq!(SMALL.byte_len().unwrap(), 64 + 3 * SMALL.slot_bytes() as u64);
+    assert_eq!(SMALL.byte_len().unwrap(), 64 + 3 * Layout::with_rows(SMALL).unwrap().slot_bytes() as u64);
 }
 
 /// A writer that never rests against readers that chase it: whatever is read without an error is one publication
