@@ -43,11 +43,17 @@ impl Importer {
         Ok(Self { pid, holder, inodes })
     }
 
-    /// Whether it maps any of that memory now. False for a process that is gone or cannot be seen from here, as in
-    /// another pid namespace.
+    /// Whether it maps any of that memory now, or is still on its way out: the kernel takes a killed process's mappings first
+    /// and lets go of its device memory later. False for a process that is gone or cannot be seen from here, as in another
+    /// pid namespace.
     pub fn is_mapping(&self) -> bool {
-        let maps = Path::new("/proc").join(self.pid.to_string()).join("maps");
-        std::fs::read_to_string(maps).is_ok_and(|maps| self.is_mapped_in(&maps))
+        let process = Path::new("/proc").join(self.pid.to_string());
+        let read = |file| std::fs::read_to_string(process.join(file));
+        match read("maps") {
+            Ok(maps) if maps.is_empty() => read("stat").is_ok_and(|stat| is_ending(&stat)),
+            Ok(maps) => self.is_mapped_in(&maps),
+            Err(_) => false,
+        }
     }
 
     fn is_mapped_in(&self, maps: &str) -> bool {
@@ -181,6 +187,13 @@ impl Entry {
     }
 }
 
+/// Of a process without mappings: it has begun to end and is not yet the zombie that holds nothing any more.
+fn is_ending(stat: &str) -> bool {
+    // The name before the state is the process's own choice, brackets included.
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
 fn no_follow() -> i32 {
     OFlags::NOFOLLOW.bits() as i32
 }
@@ -245,6 +258,20 @@ mod tests {
         let successor = Ledger::open(&path).unwrap();
         assert_eq!(names(&successor.wait_unmapped(Duration::from_secs(60)).unwrap()), [""; 0]);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_zombie_holds_nothing_and_a_process_on_its_way_out_does() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let (exported, pid) = (memfd(), child.id());
+        let begun = Instant::now();
+        while importer(&exported, pid).is_mapping() && begun.elapsed() < Duration::from_secs(20) {
+            std::thread::yield_now();
+        }
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        assert!(!is_ending(&stat) || !importer(&exported, pid).is_mapping(), "{stat}");
+        child.wait().unwrap();
+        assert!(is_ending("7 (a) Z) D 1 7 7") && is_ending("7 (draft) R 1") && !is_ending("7 (draft) Z 1"));
     }
 
     #[test]

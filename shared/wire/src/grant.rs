@@ -1,6 +1,9 @@
 //! Grants of shared memory on the wire.
 
-use eyrie_region::{Epoch, Grant, RegionKind, RingGeometry, TensorGrant};
+use eyrie_region::{
+    DeviceRingGeometry, Epoch, Grant, IpcHandle, RegionKind, RingError, RingGeometry, RingPayload,
+    TensorGrant,
+};
 
 use crate::v1;
 
@@ -35,17 +38,37 @@ pub fn grant_to_wire(grant: &Grant) -> v1::Grant {
         export_id: grant.export_id,
         bytes: grant.bytes,
         tensors: grant.tensors.iter().map(tensor).collect(),
+        cuda_ipc: grant.ipc.as_ref().map(handle_to_wire),
     }
 }
 
-/// The message for a ring; its `bytes` are 0 when the geometry is not one a ring can have.
-pub fn ring_to_wire(ring: &RingGeometry) -> v1::RingGrant {
-    v1::RingGrant {
-        bytes: ring.byte_len().unwrap_or(0),
-        slots: ring.slots,
-        slot_rows: ring.slot_rows,
-        row_width: ring.row_width,
+/// The message for the ring of `grant`, if it has one; `bytes` are 0 when the geometry is not one a ring can have.
+pub fn ring_to_wire(grant: &Grant) -> Option<v1::RingGrant> {
+    let ring = grant.ring?;
+    let sizes = ring_sizes(ring, grant.ring_payload.as_ref());
+    let (bytes, payload_bytes) = sizes.unwrap_or_default();
+    let payload = grant.ring_payload.as_ref().map(|payload| v1::RingPayload {
+        bytes: payload_bytes,
+        value_bytes: payload.value_bytes,
+        cuda_ipc: payload.ipc.as_ref().map(handle_to_wire),
+    });
+    let RingGeometry { slots, slot_rows, row_width } = ring;
+    Some(v1::RingGrant { bytes, slots, slot_rows, row_width, payload })
+}
+
+/// Bytes of a ring's descriptor, and of its rows where they lie on a device.
+fn ring_sizes(ring: RingGeometry, payload: Option<&RingPayload>) -> Result<(u64, u64), RingError> {
+    match payload {
+        None => Ok((ring.byte_len()?, 0)),
+        Some(&RingPayload { value_bytes, .. }) => {
+            let ring = DeviceRingGeometry { ring, value_bytes };
+            Ok((ring.control_len()?, ring.payload_len()?))
+        }
     }
+}
+
+fn handle_to_wire(handle: &IpcHandle) -> v1::CudaIpcHandle {
+    v1::CudaIpcHandle { handle: bytes::Bytes::copy_from_slice(&handle.handle), offset: handle.offset }
 }
 
 /// Most slots that one `ReadFeatures` may ask of a ring: as many as hold 16 MiB when they are full, between 1 and 1,024.
@@ -59,8 +82,8 @@ pub fn slots_per_read(ring: &RingGeometry) -> usize {
 /// The grant that a lease speaks of, ring included.
 ///
 /// # Errors
-/// Names the field that is missing, unknown or out of range. Whether the grant is true is for
-/// `Grant::verify` and `RingReader::open` to find out against the memory itself.
+/// Names the field that is missing, unknown or out of range, or a handle that does not go with the kind. Whether the grant
+/// is true is for `Grant::verify` and the ring's reader to find out against the memory itself.
 pub fn grant_from_wire(lease: &v1::LeaseGrant) -> Result<Grant, GrantMessageError> {
     let epoch = Epoch::try_from(lease.epoch).map_err(|_| refuse("epoch", "non-zero", 0))?;
     let weights = lease.weights.as_ref().ok_or_else(|| refuse("weights", "set", "none"))?;
@@ -69,15 +92,26 @@ pub fn grant_from_wire(lease: &v1::LeaseGrant) -> Result<Grant, GrantMessageErro
         .parse()
         .map_err(|_| refuse("weights.kind", "a known kind of region", format!("\"{}\"", weights.kind)))?;
     let tensors: Result<Vec<TensorGrant>, _> = weights.tensors.iter().map(tensor_from_wire).collect();
-    Ok(Grant {
+    let (ring, ring_payload) = match &lease.ring {
+        None => (None, None),
+        Some(ring) => {
+            let (geometry, payload) = ring_from_wire(ring)?;
+            (Some(geometry), payload)
+        }
+    };
+    let grant = Grant {
         epoch,
         export_id: weights.export_id,
         kind,
         bytes: weights.bytes,
         tensors: tensors?,
-        ring: lease.ring.as_ref().map(ring_from_wire).transpose()?,
+        ring,
+        ring_payload,
         device: weights.device.clone(),
-    })
+        ipc: handle_from_wire("weights.cuda_ipc", weights.cuda_ipc.as_ref())?,
+    };
+    grant.check_means().map_err(|e| refuse("weights", "what its kind needs", e))?;
+    Ok(grant)
 }
 
 fn tensor_from_wire(tensor: &v1::TensorGrant) -> Result<TensorGrant, GrantMessageError> {
@@ -98,13 +132,37 @@ fn tensor_from_wire(tensor: &v1::TensorGrant) -> Result<TensorGrant, GrantMessag
     })
 }
 
-fn ring_from_wire(ring: &v1::RingGrant) -> Result<RingGeometry, GrantMessageError> {
+fn ring_from_wire(ring: &v1::RingGrant) -> Result<(RingGeometry, Option<RingPayload>), GrantMessageError> {
     let geometry = RingGeometry { slots: ring.slots, slot_rows: ring.slot_rows, row_width: ring.row_width };
-    match geometry.byte_len() {
-        Ok(bytes) if bytes == ring.bytes => Ok(geometry),
-        Ok(_) => Err(refuse("ring.bytes", "the size of its geometry", ring.bytes)),
+    let payload = match &ring.payload {
+        None => None,
+        Some(payload) => {
+            let ipc = handle_from_wire("ring.payload.cuda_ipc", payload.cuda_ipc.as_ref())?;
+            Some(RingPayload { value_bytes: payload.value_bytes, ipc })
+        }
+    };
+    let told = (ring.bytes, ring.payload.as_ref().map_or(0, |payload| payload.bytes));
+    match ring_sizes(geometry, payload.as_ref()) {
+        Ok(sizes) if sizes == told => Ok((geometry, payload)),
+        Ok((bytes, _)) if bytes != told.0 => {
+            Err(refuse("ring.bytes", "the size of its geometry", ring.bytes))
+        }
+        Ok(_) => Err(refuse("ring.payload.bytes", "the size of its geometry", told.1)),
+        Err(error @ RingError::ValueBytes { .. }) => {
+            Err(refuse("ring.payload", "values of 2 or 4 bytes", error))
+        }
         Err(_) => Err(refuse("ring", "at least one slot, row and value", format!("{geometry:?}"))),
     }
+}
+
+fn handle_from_wire(
+    field: &'static str,
+    message: Option<&v1::CudaIpcHandle>,
+) -> Result<Option<IpcHandle>, GrantMessageError> {
+    let Some(message) = message else { return Ok(None) };
+    let handle: Result<[u8; 64], _> = message.handle.as_ref().try_into();
+    let handle = handle.map_err(|_| refuse(field, "64 bytes", format!("{} bytes", message.handle.len())))?;
+    Ok(Some(IpcHandle { handle, offset: message.offset }))
 }
 
 #[cfg(test)]
@@ -131,15 +189,23 @@ mod tests {
             bytes: 128,
             tensors: vec![tensor],
             ring: Some(RingGeometry { slots: 4, slot_rows: 8, row_width: 12 }),
+            ring_payload: None,
             device: "cpu".to_owned(),
+            ipc: None,
         }
+    }
+
+    fn on_device(kind: RegionKind) -> Grant {
+        let ipc = (kind == RegionKind::CudaIpc).then_some(IpcHandle { handle: [9; 64], offset: 512 });
+        let device = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50".to_owned();
+        Grant { kind, device, ipc, ring_payload: Some(RingPayload { value_bytes: 2, ipc }), ..grant() }
     }
 
     fn lease(grant: &Grant) -> v1::LeaseGrant {
         v1::LeaseGrant {
             epoch: grant.epoch.get(),
             weights: Some(grant_to_wire(grant)),
-            ring: grant.ring.as_ref().map(ring_to_wire),
+            ring: ring_to_wire(grant),
             ..Default::default()
         }
     }
@@ -149,6 +215,12 @@ mod tests {
         assert_eq!(grant_from_wire(&lease(&grant())), Ok(grant()));
         let without_ring = Grant { ring: None, ..grant() };
         assert_eq!(grant_from_wire(&lease(&without_ring)), Ok(without_ring));
+        for kind in [RegionKind::CudaVmm, RegionKind::CudaIpc] {
+            let granted = on_device(kind);
+            let message = lease(&granted);
+            assert_eq!(message.ring.as_ref().unwrap().payload.as_ref().unwrap().bytes, 4 * 192);
+            assert_eq!(grant_from_wire(&message), Ok(granted));
+        }
     }
 
     fn any_tensor() -> impl Strategy<Value = v1::TensorGrant> {
@@ -168,22 +240,44 @@ mod tests {
         )
     }
 
+    fn any_handle() -> impl Strategy<Value = Option<v1::CudaIpcHandle>> {
+        let length = prop_oneof![4 => Just(64_usize), 1 => 0..80_usize];
+        let handle = (length, any::<u64>())
+            .prop_map(|(length, offset)| v1::CudaIpcHandle { handle: vec![9; length].into(), offset });
+        prop::option::of(handle)
+    }
+
     fn any_lease() -> impl Strategy<Value = v1::LeaseGrant> {
         let edge = prop_oneof![1..5_u32, any::<u32>()];
-        let ring = (any::<u64>(), [edge.clone(), edge.clone(), edge], any::<bool>());
-        let ring = ring.prop_map(|(bytes, [slots, slot_rows, row_width], is_true)| {
-            let geometry = RingGeometry { slots, slot_rows, row_width };
-            let told = ring_to_wire(&geometry);
+        let payload = prop::option::of((0..5_u32, any_handle()));
+        let ring = (any::<u64>(), [edge.clone(), edge.clone(), edge], payload, any::<bool>());
+        let ring = ring.prop_map(|(bytes, [slots, slot_rows, row_width], payload, is_true)| {
+            let ipc = |handle: &Option<v1::CudaIpcHandle>| {
+                handle_from_wire("handle", handle.as_ref()).ok().flatten()
+            };
+            let told = ring_to_wire(&Grant {
+                ring: Some(RingGeometry { slots, slot_rows, row_width }),
+                ring_payload: payload
+                    .map(|(value_bytes, handle)| RingPayload { value_bytes, ipc: ipc(&handle) }),
+                ..grant()
+            });
+            let told = told.unwrap_or_default();
             if is_true { told } else { v1::RingGrant { bytes, ..told } }
         });
-        let kind = prop_oneof![4 => Just("memfd".to_owned()), 1 => any::<String>()];
-        let weights = (kind, any::<(u64, u64)>(), prop::collection::vec(any_tensor(), 0..3));
-        let weights = weights.prop_map(|(kind, (export_id, bytes), tensors)| v1::Grant {
+        let kind = prop_oneof![
+            3 => Just("memfd".to_owned()),
+            2 => Just("cuda_vmm".to_owned()),
+            2 => Just("cuda_ipc".to_owned()),
+            1 => any::<String>(),
+        ];
+        let weights = (kind, any::<(u64, u64)>(), prop::collection::vec(any_tensor(), 0..3), any_handle());
+        let weights = weights.prop_map(|(kind, (export_id, bytes), tensors, cuda_ipc)| v1::Grant {
             kind,
             device: "cpu".to_owned(),
             export_id,
             bytes,
             tensors,
+            cuda_ipc,
         });
         (0..4_u64, prop::option::weighted(0.9, weights), prop::option::of(ring))
             .prop_map(|(epoch, weights, ring)| v1::LeaseGrant { epoch, weights, ring, ..Default::default() })
@@ -221,5 +315,19 @@ mod tests {
         assert!(line(|l| l.ring.as_mut().unwrap().slots = 0).contains("slots: 0"));
         let short = |l: &mut v1::LeaseGrant| l.weights.as_mut().unwrap().tensors[0].checksum = vec![1].into();
         assert!(line(short).contains("given 1 bytes"));
+        assert!(line(|l| l.weights.as_mut().unwrap().kind = "cuda_ipc".into()).contains("it needs a handle"));
+        let line = |change: fn(&mut v1::RingPayload, &mut v1::Grant)| {
+            let mut lease = lease(&on_device(RegionKind::CudaIpc));
+            let (ring, weights) = (lease.ring.as_mut().unwrap(), lease.weights.as_mut().unwrap());
+            change(ring.payload.as_mut().unwrap(), weights);
+            grant_from_wire(&lease).unwrap_err().to_string()
+        };
+        assert!(line(|ring, _| ring.bytes += 1).contains("ring.payload.bytes"));
+        assert!(line(|ring, _| ring.value_bytes = 3).contains("2 or 4 bytes"));
+        assert!(line(|ring, _| ring.cuda_ipc = None).contains("the ring payload needs a handle"));
+        let short = |_: &mut v1::RingPayload, weights: &mut v1::Grant| {
+            weights.cuda_ipc.as_mut().unwrap().handle = vec![1; 63].into();
+        };
+        assert_eq!(line(short), "grant: weights.cuda_ipc must be 64 bytes, given 63 bytes");
     }
 }
