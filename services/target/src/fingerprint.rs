@@ -44,7 +44,7 @@ fn add_weights(hasher: &mut Hasher, index: &TensorIndex) {
         // Entries come file by file.
         if file != Some(index.file(entry)) {
             file = Some(index.file(entry));
-            add_file(hasher, index.region(entry).bytes());
+            add_file(hasher, index.file_bytes(entry));
         }
         hasher.update(entry.name.as_bytes()).update(entry.dtype.to_string().as_bytes());
         for &size in &entry.shape {

@@ -39,7 +39,7 @@ impl TensorEntry {
 #[derive(Debug)]
 struct Shard {
     path: PathBuf,
-    map: Arc<dyn Region>,
+    map: Arc<FileMap>,
 }
 
 /// Every tensor of a folder of safetensors files, proven to lie inside its file; no tensor data is read.
@@ -186,12 +186,17 @@ impl TensorIndex {
 
     /// The mapped file that holds a tensor of this index.
     pub fn region(&self, entry: &TensorEntry) -> Arc<dyn Region> {
-        Arc::clone(&self.shards[entry.shard].map)
+        self.shards[entry.shard].map.clone()
+    }
+
+    /// All bytes of the file that holds a tensor of this index.
+    pub fn file_bytes(&self, entry: &TensorEntry) -> &[u8] {
+        self.shards[entry.shard].map.bytes()
     }
 
     /// The stored bytes of a tensor of this index; reading them may fault the pages in.
     pub fn data(&self, entry: &TensorEntry) -> &[u8] {
-        &self.shards[entry.shard].map.bytes()[entry.range.clone()]
+        &self.file_bytes(entry)[entry.range.clone()]
     }
 
     /// A refusal that names the tensor and its file.
@@ -273,7 +278,7 @@ fn read_header(path: PathBuf) -> Result<(Shard, Vec<HeaderEntry>)> {
     if metadata.len() == 0 {
         return Err(CheckpointError::File { path, problem: "truncated: the file is empty".to_owned() });
     }
-    let map: Arc<dyn Region> = Arc::new(FileMap::open(&path)?);
+    let map = Arc::new(FileMap::open(&path)?);
     match header::parse(map.bytes()) {
         Ok(entries) => Ok((Shard { path, map }, entries)),
         Err(HeaderError::File(problem)) => Err(CheckpointError::File { path, problem }),

@@ -2,7 +2,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use eyrie_region::Region;
+use eyrie_region::{Region, RegionError};
 
 use crate::Dtype;
 
@@ -81,13 +81,30 @@ pub struct WeightView {
 }
 
 impl WeightView {
-    /// The encoded elements; empty when the range lies outside the region.
-    pub fn bytes(&self) -> &[u8] {
-        self.region.bytes().get(self.data.clone()).unwrap_or_default()
+    /// The encoded elements, for those who can use host memory only.
+    ///
+    /// # Errors
+    /// [`RegionError::NotOnHost`], and [`RegionError::Bounds`] where the range lies outside the region.
+    pub fn bytes(&self) -> Result<&[u8], RegionError> {
+        part(self.region.as_ref(), &self.data)
     }
 
     /// The encoded scales; empty for layouts without scales.
-    pub fn scale_bytes(&self) -> &[u8] {
-        self.scales.as_ref().and_then(|s| s.region.bytes().get(s.range.clone())).unwrap_or_default()
+    ///
+    /// # Errors
+    /// As [`bytes`](Self::bytes).
+    pub fn scale_bytes(&self) -> Result<&[u8], RegionError> {
+        self.scales.as_ref().map_or(Ok(&[]), |scales| part(scales.region.as_ref(), &scales.range))
     }
+
+    /// Bytes of elements and scales, wherever they lie.
+    pub fn byte_len(&self) -> usize {
+        self.data.len() + self.scales.as_ref().map_or(0, |scales| scales.range.len())
+    }
+}
+
+fn part<'a>(region: &'a dyn Region, range: &Range<usize>) -> Result<&'a [u8], RegionError> {
+    let all = region.host_bytes()?;
+    let (offset, bytes, limit) = (range.start as u64, range.len() as u64, all.len() as u64);
+    all.get(range.clone()).ok_or(RegionError::Bounds { offset, bytes, limit })
 }

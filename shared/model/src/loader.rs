@@ -25,9 +25,9 @@ impl<'a> Loader<'a> {
         progress: &'a mut dyn FnMut(Progress),
     ) -> Result<Self> {
         let shared = model_tensors(checkpoint.config());
-        let mut done = checkpoint.linear(&shared.embed.name)?.bytes().len() as u64;
+        let mut done = checkpoint.linear(&shared.embed.name)?.byte_len() as u64;
         if shared.head != shared.embed {
-            done += checkpoint.linear(&shared.head.name)?.bytes().len() as u64;
+            done += checkpoint.linear(&shared.head.name)?.byte_len() as u64;
         }
         Ok(Self { checkpoint, backend, progress, done, total: checkpoint.account().loaded.bytes })
     }
@@ -39,7 +39,7 @@ impl<'a> Loader<'a> {
     /// A weight where it lies in its file, to be packed by the caller.
     pub(crate) fn view(&mut self, spec: &LinearSpec) -> Result<WeightView> {
         let view = self.checkpoint.linear(&spec.name)?;
-        self.count(view.bytes().len() + view.scale_bytes().len());
+        self.count(view.byte_len());
         Ok(view)
     }
 

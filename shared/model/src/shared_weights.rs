@@ -1,10 +1,14 @@
 //! The embedding and the head in one region that target and draft both use where it lies.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use eyrie_checkpoint::{Layout, TargetCheckpoint, WeightView, model_tensors};
 use eyrie_kernels::{Backend, Embedding, Linear};
-use eyrie_region::{ALIGN, Epoch, Grant, GrantError, Local, Memfd, MemfdBuilder, Region, TensorGrant};
+use eyrie_region::{
+    ALIGN, CPU, Epoch, Gpu, Grant, GrantError, Ipc, IpcBuilder, Local, Memfd, MemfdBuilder, Region,
+    TensorGrant, Vmm, VmmBuilder,
+};
 
 use crate::error::{ModelError, Result};
 
@@ -13,28 +17,45 @@ pub const EMBED: &str = "embed_tokens";
 /// Name of the head in a grant.
 pub const HEAD: &str = "lm_head";
 
+/// Name of the memory, for messages.
+const NAME: &str = "eyrie-shared-weights";
+
 /// A granted layout: row-major.
 const PLAIN: &str = "plain";
 /// A granted layout: the kernels' tiles of 16 outputs.
 const TILED: &str = "tile16";
 
 /// What memory holds the shared weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum Backing {
     /// A sealed memfd, exportable to other processes.
     Memfd,
     /// Memory of this process only.
     Local,
+    /// Memory of a GPU, exportable to other processes by descriptor and read-only there.
+    CudaVmm(Arc<Gpu>),
+    /// Memory of a GPU, exportable to other processes by handle and writable there.
+    CudaIpc(Arc<Gpu>),
 }
 
-/// Embedding `[V, H]` row-major as published, and head `[V, H]` in the kernels' tiles (as published when not bf16),
-/// once in memory. Clones share it.
+/// Embedding `[V, H]` row-major as published, and head `[V, H]`, once in memory: on the CPU in its kernels' tiles (as
+/// published when not bf16), on a GPU as published. Clones share it.
 #[derive(Debug, Clone)]
 pub struct SharedWeights {
-    memfd: Option<Arc<Memfd>>,
+    export: Export,
     grant: Grant,
     embed: WeightView,
     head: WeightView,
+}
+
+/// What the memory is exported by.
+#[derive(Debug, Clone)]
+enum Export {
+    /// Memory of this process, or of another that exports it.
+    No,
+    Memfd(Arc<Memfd>),
+    Vmm(Arc<Vmm>),
+    Ipc(Arc<Ipc>),
 }
 
 /// One tensor to be placed: its published view and the layout it gets in the region.
@@ -48,29 +69,19 @@ struct Placement {
 
 impl SharedWeights {
     /// Copies embedding and head of `checkpoint` once, straight into memory of the wanted kind, seals it and
-    /// checksums it. A tied head is written a second time, since its layout differs. `epoch` is the boot's.
+    /// checksums it. A tied head lies where the embedding does, unless its layout differs. `epoch` is the boot's.
     pub fn build(checkpoint: &TargetCheckpoint, backing: Backing, epoch: Epoch) -> Result<Self> {
         let tensors = model_tensors(checkpoint.config());
         let embed = checkpoint.linear(&tensors.embed.name)?;
         let head = checkpoint.linear(&tensors.head.name)?;
+        let tiled = matches!(backing, Backing::Memfd | Backing::Local);
+        let is_tied = tensors.head == tensors.embed;
         let embed = Placement::at(EMBED, embed, 0, false)?;
-        let head = Placement::at(HEAD, head, embed.end(), true)?;
-        let total = head.end();
-        match backing {
-            Backing::Local => {
-                let mut local = Local::zeroed(total);
-                embed.write(local.bytes_mut())?;
-                head.write(local.bytes_mut())?;
-                Self::describe(Arc::new(local), None, [embed, head], epoch)
-            }
-            Backing::Memfd => {
-                let mut memfd = MemfdBuilder::new("eyrie-shared-weights", total as u64)?;
-                embed.write(memfd.bytes_mut())?;
-                head.write(memfd.bytes_mut())?;
-                let memfd = Arc::new(memfd.seal()?);
-                Self::describe(memfd.clone(), Some(memfd), [embed, head], epoch)
-            }
-        }
+        let start = if is_tied && !tiled { embed.offset } else { embed.end() };
+        let head = Placement::at(HEAD, head, start, tiled)?;
+        let placed = [embed, head];
+        let (region, export) = place(&placed, backing)?;
+        Self::describe(region, export, placed, epoch)
     }
 
     /// Uses another process's shared weights where they are mapped. `region` is checked against every offset and
@@ -79,12 +90,12 @@ impl SharedWeights {
         grant.verify(region.as_ref(), expected)?;
         let embed = granted_view(&region, grant, EMBED)?;
         let head = granted_view(&region, grant, HEAD)?;
-        Ok(Self { memfd: None, grant: grant.clone(), embed, head })
+        Ok(Self { export: Export::No, grant: grant.clone(), embed, head })
     }
 
     fn describe(
         region: Arc<dyn Region>,
-        memfd: Option<Arc<Memfd>>,
+        export: Export,
         placed: [Placement; 2],
         epoch: Epoch,
     ) -> Result<Self> {
@@ -94,14 +105,19 @@ impl SharedWeights {
             epoch,
             export_id: 1,
             kind: region.kind(),
-            bytes: region.bytes().len() as u64,
+            bytes: region.byte_len(),
             tensors,
             ring: None,
-            device: "cpu".to_owned(),
+            ring_payload: None,
+            device: region.device().map_or_else(|| CPU.to_owned(), |span| span.uuid.to_string()),
+            ipc: match &export {
+                Export::Ipc(memory) => Some(*memory.handle()),
+                Export::No | Export::Memfd(_) | Export::Vmm(_) => None,
+            },
         };
         let embed = granted_view(&region, &grant, EMBED)?;
         let head = granted_view(&region, &grant, HEAD)?;
-        Ok(Self { memfd, grant, embed, head })
+        Ok(Self { export, grant, embed, head })
     }
 
     /// What an importer needs to map and verify these weights.
@@ -114,9 +130,13 @@ impl SharedWeights {
         &self.grant.tensors
     }
 
-    /// The memfd to pass to importers, if these weights were built in one by this process.
-    pub fn memfd(&self) -> Option<&Arc<Memfd>> {
-        self.memfd.as_ref()
+    /// The descriptor to pass to importers, if one stands for memory that this process exports.
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match &self.export {
+            Export::Memfd(memory) => Some(memory.fd()),
+            Export::Vmm(memory) => Some(memory.fd()),
+            Export::No | Export::Ipc(_) => None,
+        }
     }
 
     /// The memory both tensors lie in.
@@ -164,10 +184,8 @@ impl SharedWeights {
     }
 
     pub(crate) fn head(&self, backend: &Backend) -> Result<Linear> {
-        Ok(match self.head.layout {
-            Layout::Bf16Tile16 => Linear::borrow(backend, &self.head)?,
-            _ => Linear::pack(backend, &self.head)?,
-        })
+        let lies_ready = self.head.layout == Layout::Bf16Tile16 || self.region().device().is_some();
+        Ok(if lies_ready { Linear::borrow(backend, &self.head)? } else { Linear::pack(backend, &self.head)? })
     }
 
     /// Errors unless the tensors are `[vocab, hidden]`.
@@ -190,7 +208,7 @@ impl Placement {
     fn at(name: &'static str, view: WeightView, start: usize, tiled: bool) -> Result<Self> {
         let (layout, bytes) = match view.layout {
             Layout::Bf16 if tiled => (Layout::Bf16Tile16, Linear::tile_bytes(view.shape)),
-            Layout::F32 | Layout::F16 | Layout::Bf16 => (view.layout, view.bytes().len()),
+            Layout::F32 | Layout::F16 | Layout::Bf16 => (view.layout, view.data.len()),
             other => return Err(ModelError::Unsupported { what: name, value: other.to_string() }),
         };
         Ok(Self { name, view, layout, offset: start.next_multiple_of(ALIGN), bytes })
@@ -204,7 +222,7 @@ impl Placement {
         let target = &mut region[self.offset..self.offset + self.bytes];
         match self.layout {
             Layout::Bf16Tile16 => Linear::write_tiles(&self.view, target)?,
-            _ => target.copy_from_slice(self.view.bytes()),
+            _ => target.copy_from_slice(self.view.bytes()?),
         }
         Ok(())
     }
@@ -217,10 +235,44 @@ impl Placement {
         if self.layout == Layout::Bf16Tile16 {
             tensor.layout = TILED.to_owned();
             tensor.bytes = self.bytes as u64;
-            tensor.checksum = blake3::hash(tensor.slice(region)?).into();
+            tensor.checksum = tensor.hash(region)?;
         }
         Ok(tensor)
     }
+}
+
+/// Writes `placed`, in order of their offsets, into memory of the wanted kind and ends the writing.
+fn place(placed: &[Placement; 2], backing: Backing) -> Result<(Arc<dyn Region>, Export)> {
+    let total = placed[1].end();
+    Ok(match backing {
+        Backing::Local => {
+            let mut local = Local::zeroed(total);
+            placed.iter().try_for_each(|tensor| tensor.write(local.bytes_mut()))?;
+            (Arc::new(local), Export::No)
+        }
+        Backing::Memfd => {
+            let mut memfd = MemfdBuilder::new(NAME, total as u64)?;
+            placed.iter().try_for_each(|tensor| tensor.write(memfd.bytes_mut()))?;
+            let memfd = Arc::new(memfd.seal()?);
+            (memfd.clone(), Export::Memfd(memfd))
+        }
+        Backing::CudaVmm(gpu) => {
+            let mut memory = VmmBuilder::new(&gpu, NAME, total as u64)?;
+            for tensor in placed {
+                memory.write(tensor.offset as u64, tensor.view.bytes()?)?;
+            }
+            let memory = Arc::new(memory.seal()?);
+            (memory.clone(), Export::Vmm(memory))
+        }
+        Backing::CudaIpc(gpu) => {
+            let mut memory = IpcBuilder::new(&gpu, NAME, total as u64)?;
+            for tensor in placed {
+                memory.write(tensor.offset as u64, tensor.view.bytes()?)?;
+            }
+            let memory = Arc::new(memory.seal());
+            (memory.clone(), Export::Ipc(memory))
+        }
+    })
 }
 
 /// The tensor `name` of a verified grant.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use eyrie_checkpoint::{CheckpointError, TargetCheckpoint};
 use eyrie_model::{Backing, ModelError, SharedWeights};
-use eyrie_region::{Grant, MemfdBuilder, RegionError, RegionKind, TensorGrant};
+use eyrie_region::{CPU, Grant, MemfdBuilder, RegionError, RegionKind, TensorGrant};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{FileChunk, ReadSharedRequest};
 use tokio::sync::Mutex;
@@ -111,7 +111,9 @@ async fn stream(client: &mut TargetClient<Channel>, grant: &Grant) -> Result<Sha
     let memory = spawn_blocking(move || MemfdBuilder::new("eyrie-weights-copy", bytes)).await??;
     let chunks = client.read_shared(ReadSharedRequest { epoch: grant.epoch.get() }).await?.into_inner();
     let memory = fill(memory, chunks, bytes).await?;
-    let grant = Grant { kind: RegionKind::Memfd, ..grant.clone() };
+    // What lies on a GPU there is host memory here, and nothing is shared by a handle.
+    let (kind, device) = (RegionKind::Memfd, CPU.to_owned());
+    let grant = Grant { kind, device, ipc: None, ring_payload: None, ..grant.clone() };
     let verify = move || -> Result<_, CopyError> {
         let region = Arc::new(memory.seal()?);
         Ok(SharedWeights::import(region, &grant, grant.epoch)?)

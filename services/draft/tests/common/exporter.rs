@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use bytes::Bytes;
 use eyrie_checkpoint::TargetCheckpoint;
 use eyrie_model::{Backing, SharedWeights};
-use eyrie_region::{Epoch, FdDoor, RingGeometry, RingReader, RingWriter, Token};
+use eyrie_region::{Epoch, FdDoor, Grant, RingGeometry, RingReader, RingWriter, Token};
 use eyrie_wire::v1::target_server::{Target, TargetServer};
 use eyrie_wire::v1::{self, FeatureRef, LeaseGrant, ModelCard, RingSlot, feature_ref::At};
 use eyrie_wire::{Address, Listener, PROTOCOL_VERSION, grant_to_wire, ring_to_wire};
@@ -67,7 +67,7 @@ impl Exporter {
         let ring = RingWriter::create(geometry, epoch).unwrap();
         let door = FdDoor::bind(dir.join("target.door")).unwrap();
         let token = Token::random().unwrap();
-        let weights = shared.memfd().unwrap().fd().try_clone_to_owned().unwrap();
+        let weights = shared.descriptor().unwrap().try_clone_to_owned().unwrap();
         door.offer(token, vec![weights, ring.fd().try_clone_to_owned().unwrap()]).unwrap();
         let config = checkpoint.config();
         let mut grant = LeaseGrant {
@@ -77,7 +77,7 @@ impl Exporter {
             door: door.path().to_str().unwrap().to_owned(),
             token: token.as_bytes().to_vec().into(),
             weights: Some(grant_to_wire(shared.grant())),
-            ring: Some(ring_to_wire(&geometry)),
+            ring: ring_to_wire(&Grant { ring: Some(geometry), ..shared.grant().clone() }),
             aux_layers: AUX_LAYERS.to_vec(),
             hidden_size: config.hidden_size as u32,
             vocab_size: config.vocab_size as u32,
@@ -93,7 +93,7 @@ impl Exporter {
         edit(&mut grant, &mut card);
         let address = Address::Unix(dir.join("target.sock"));
         let (shared_reads, feature_reads) = (Arc::default(), Arc::default());
-        let mut copy = shared.region().bytes().to_vec();
+        let mut copy = shared.region().host().unwrap().to_vec();
         corrupt(&mut copy);
         let target = FakeTarget {
             grant,

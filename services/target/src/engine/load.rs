@@ -129,8 +129,8 @@ impl Exports {
         let shared = model.embed_and_head();
         let mut grant = shared.grant().clone();
         let mut fds = Vec::new();
-        if let Some(memfd) = shared.memfd() {
-            fds.push(memfd.fd().try_clone_to_owned()?);
+        if let Some(descriptor) = shared.descriptor() {
+            fds.push(descriptor.try_clone_to_owned()?);
         }
         if let Some(features) = features {
             grant.ring = Some(features.geometry());
@@ -169,7 +169,7 @@ fn formats(checkpoint: &TargetCheckpoint) -> Result<String, TargetError> {
     let mut bytes: BTreeMap<String, usize> = BTreeMap::new();
     for linear in linears.into_iter().chain(&owned) {
         let view = checkpoint.linear(&linear.name)?;
-        *bytes.entry(view.layout.to_string()).or_default() += view.bytes().len() + view.scale_bytes().len();
+        *bytes.entry(view.layout.to_string()).or_default() += view.byte_len();
     }
     let mut bytes: Vec<_> = bytes.into_iter().collect();
     bytes.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));

@@ -103,7 +103,7 @@ impl Service {
             door: held.offer.map_or_else(String::new, |_| door.path().to_string_lossy().into_owned()),
             token: held.offer.map_or_else(Vec::new, |token| token.as_bytes().to_vec()).into(),
             weights: Some(grant_to_wire(grant)),
-            ring: grant.ring.map(|ring| ring_to_wire(&ring)),
+            ring: ring_to_wire(grant),
             aux_layers: self.state.plan.capture.clone(),
             hidden_size: self.state.hidden_size(),
             vocab_size: self.state.plan.vocab,

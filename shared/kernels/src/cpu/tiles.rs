@@ -123,7 +123,7 @@ impl<'a> Dense<'a> {
         if count == 0 {
             return Err(shape(op, "weight", &view.shape, "no empty side"));
         }
-        let bytes = view.bytes();
+        let bytes = view.bytes()?;
         if bytes.len() != want {
             return Err(shape(
                 op,
@@ -137,7 +137,7 @@ impl<'a> Dense<'a> {
             let Some(scale) = &view.scales else {
                 return Err(limit(op, "INT4 weight_scale", "absent", "present"));
             };
-            let found = view.scale_bytes();
+            let found = view.scale_bytes()?;
             let want = [outputs, inputs / GROUP];
             if scale.shape != want || scale.dtype != Dtype::Bf16 || found.len() != 2 * want[0] * want[1] {
                 return Err(shape(op, "weight_scale", &scale.shape, format!("{want:?} in BF16")));
@@ -294,7 +294,7 @@ impl Tiles {
             return Err(shape(op, "weight", &view.shape, "no empty side"));
         }
         let want = bf16_tile_bytes(view.shape);
-        let got = view.bytes().len();
+        let got = view.bytes()?.len();
         if got != want {
             return Err(shape(op, "tile bytes", &[got], format!("{want} bytes for {:?}", view.shape)));
         }
@@ -379,7 +379,9 @@ impl Call<'_> {
     ) -> usize {
         let k = self.tiles.inputs;
         let Tiles { region, bytes, format, .. } = self.tiles;
-        let weights = &region.bytes()[bytes.clone()][tile * tile_stride(*format, k)..];
+        // Host memory, or the tiles could not have been made.
+        let all = region.host().unwrap_or_default();
+        let weights = &all[bytes.clone()][tile * tile_stride(*format, k)..];
         let values = rows.map(|row| self.inputs.row(row as usize));
         match format {
             Format::F32 => self.isa.run(FloatTiles::<float::F32, R, T>::new(k, weights, values, out)),

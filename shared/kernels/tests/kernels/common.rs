@@ -36,8 +36,8 @@ impl Rng {
 pub(crate) struct Bytes(pub(crate) Vec<u8>);
 
 impl Region for Bytes {
-    fn bytes(&self) -> &[u8] {
-        &self.0
+    fn host(&self) -> Option<&[u8]> {
+        Some(&self.0)
     }
 
     fn kind(&self) -> RegionKind {

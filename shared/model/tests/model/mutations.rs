@@ -147,6 +147,7 @@ fn route(variant: &str, layer: &LayerRoutes, mistake: Mistake) -> (Vec<u32>, Vec
     assert_eq!(gate.layout, Layout::Bf16);
     let gate: Vec<f64> = gate
         .bytes()
+        .unwrap()
         .chunks_exact(2)
         .map(|w| f64::from(f32::from_bits(u32::from(u16::from_le_bytes([w[0], w[1]])) << 16)))
         .collect();

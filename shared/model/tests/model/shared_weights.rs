@@ -15,8 +15,7 @@ fn checkpoint() -> TargetCheckpoint {
 
 /// What another process would map.
 fn import(built: &SharedWeights) -> Arc<dyn Region> {
-    let memfd = built.memfd().unwrap();
-    let fd = memfd.fd().try_clone_to_owned().unwrap();
+    let fd = built.descriptor().unwrap().try_clone_to_owned().unwrap();
     Arc::new(ImportedMemfd::import(fd, built.grant().bytes).unwrap())
 }
 
@@ -27,10 +26,10 @@ fn the_target_uses_the_exported_memory_itself() {
     assert_eq!(built.region().kind(), RegionKind::Memfd);
     let target = DeepSeek::load(&checkpoint, built.clone(), &cpu(1), &mut |_| {}).unwrap();
     let used = target.embed_and_head();
-    assert_eq!(used.embed_view().bytes().as_ptr(), built.embed_view().bytes().as_ptr());
-    assert_eq!(used.head_view().bytes().as_ptr(), built.head_view().bytes().as_ptr());
+    assert_eq!(used.embed_view().bytes().unwrap().as_ptr(), built.embed_view().bytes().unwrap().as_ptr());
+    assert_eq!(used.head_view().bytes().unwrap().as_ptr(), built.head_view().bytes().unwrap().as_ptr());
     let published = checkpoint.linear("model.embed_tokens").unwrap();
-    assert_eq!(built.embed_view().bytes(), published.bytes());
+    assert_eq!(built.embed_view().bytes().unwrap(), published.bytes().unwrap());
     let names: Vec<&str> = built.manifest().iter().map(|tensor| tensor.name.as_str()).collect();
     assert_eq!(names, [EMBED, HEAD]);
 }
@@ -47,7 +46,7 @@ fn a_draft_over_imported_weights_drafts_the_same_and_dirties_nothing() {
     let region = import(&built);
     let imported = SharedWeights::import(Arc::clone(&region), built.grant(), epoch).unwrap();
     assert_eq!(imported.fingerprint(), built.fingerprint());
-    assert_ne!(imported.embed_view().bytes().as_ptr(), built.embed_view().bytes().as_ptr());
+    assert_ne!(imported.embed_view().bytes().unwrap().as_ptr(), built.embed_view().bytes().unwrap().as_ptr());
     let mut rounds = Vec::new();
     for shared in [&built, &imported] {
         let mut head = draft(&demo("mini-eagle3"), &capture, shared, &cpu);
@@ -64,7 +63,7 @@ fn a_stale_epoch_and_a_changed_byte_are_refused() {
     let epoch = Epoch::random().unwrap();
     let built = SharedWeights::build(&checkpoint(), Backing::Local, epoch).unwrap();
     let copy = |flip: Option<usize>| -> Arc<dyn Region> {
-        let mut local = Local::copy_of(built.region().bytes());
+        let mut local = Local::copy_of(built.region().host().unwrap());
         if let Some(at) = flip {
             local.bytes_mut()[at] ^= 1;
         }
