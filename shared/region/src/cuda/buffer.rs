@@ -55,7 +55,8 @@ impl DeviceBuffer {
     pub fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
         let at = within(self.len, offset, bytes.len() as u64)?;
         // SAFETY: within this value's own memory, which is borrowed exclusively.
-        Ok(unsafe { self.gpu.copy_from_host(self.ptr + at.start, bytes)? })
+        unsafe { self.gpu.copy_from_host(self.ptr + at.start, bytes) }?;
+        Ok(())
     }
 
     /// Copies the bytes from `offset` on to `out`, and waits.
@@ -65,7 +66,8 @@ impl DeviceBuffer {
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), RegionError> {
         let at = within(self.len, offset, out.len() as u64)?;
         // SAFETY: within this value's own memory.
-        Ok(unsafe { self.gpu.copy_to_host(self.ptr + at.start, out)? })
+        unsafe { self.gpu.copy_to_host(self.ptr + at.start, out) }?;
+        Ok(())
     }
 }
 

@@ -176,7 +176,8 @@ impl Region for ImportedIpc {
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), RegionError> {
         let at = within(self.len, offset, out.len() as u64)?;
         // SAFETY: within memory that stays open while `self` is borrowed.
-        Ok(unsafe { self.gpu.copy_to_host(self.span().ptr + at.start, out)? })
+        unsafe { self.gpu.copy_to_host(self.span().ptr + at.start, out) }?;
+        Ok(())
     }
 
     fn kind(&self) -> RegionKind {

@@ -69,7 +69,7 @@ mod tests {
         let text = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50";
         let uuid: GpuUuid = text.parse().unwrap();
         assert_eq!(uuid.to_string(), text);
-        assert_eq!(text.to_uppercase().replace("GPU", "GPU").parse(), Ok(uuid));
+        assert_eq!(text.to_uppercase().parse(), Ok(uuid));
         assert_eq!(GpuUuid::from([0x0f; 16]).to_string(), "GPU-0f0f0f0f-0f0f-0f0f-0f0f-0f0f0f0f0f0f");
         for wrong in [
             "",

@@ -79,7 +79,8 @@ impl VmmBuilder {
     pub fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
         let at = within(self.memory.len, offset, bytes.len() as u64)?;
         // SAFETY: within this value's own memory, which is borrowed exclusively; importers only read.
-        Ok(unsafe { self.memory.gpu.copy_from_host(self.memory.ptr + at.start, bytes)? })
+        unsafe { self.memory.gpu.copy_from_host(self.memory.ptr + at.start, bytes) }?;
+        Ok(())
     }
 
     /// Where it lies.
@@ -231,7 +232,8 @@ impl Mapped {
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), RegionError> {
         let at = within(self.len, offset, out.len() as u64)?;
         // SAFETY: within memory that stays mapped while `self` is borrowed.
-        Ok(unsafe { self.gpu.copy_to_host(self.ptr + at.start, out)? })
+        unsafe { self.gpu.copy_to_host(self.ptr + at.start, out) }?;
+        Ok(())
     }
 }
 

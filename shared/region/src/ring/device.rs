@@ -354,7 +354,8 @@ impl CopyQueue for IntoPayload {
     fn begin(&self, at: u64, from: u64, bytes: u64) -> Result<(), RegionError> {
         // SAFETY: `Publisher` asks for ranges within the payload, whose length was checked, and the rows are readable by
         // the word of whoever made the `DeviceRows`. No one else writes the payload; readers notice that it is written.
-        Ok(unsafe { self.stream.begin_copy(self.memory.span().ptr + at, from, bytes)? })
+        unsafe { self.stream.begin_copy(self.memory.span().ptr + at, from, bytes) }?;
+        Ok(())
     }
 
     fn wait(&self) -> Result<(), RegionError> {
@@ -367,7 +368,8 @@ impl CopyQueue for FromPayload {
         let (from, to) = (self.payload.span()?.ptr + at, self.staging.span().ptr + to);
         // SAFETY: `Subscriber` asks for ranges within payload and room, whose lengths were checked. The staging memory is
         // this value's alone; what is copied of memory with a living writer is judged afterwards.
-        Ok(unsafe { self.stream.begin_copy(to, from, bytes)? })
+        unsafe { self.stream.begin_copy(to, from, bytes) }?;
+        Ok(())
     }
 
     fn wait(&self) -> Result<(), RegionError> {
