@@ -294,6 +294,10 @@ pub(crate) struct DraftArgs {
     /// are read over the network. Never one in place of another
     #[arg(long, value_name = "map|target|DIR", default_value = "map", value_parser = parse_shared)]
     pub(crate) shared_weights: SharedSource,
+    /// Map a target's GPU memory also where it is shared by handle (cuda_ipc): the driver maps that writable, so a fault of
+    /// the draft could change the target's weights
+    #[arg(long)]
+    pub(crate) allow_writable_ipc: bool,
     /// Tokens that the draft's KV cache holds, over all targets; its memory is taken when it attaches
     #[arg(long, value_name = "N", default_value_t = 16_384)]
     pub(crate) cache_tokens: usize,

@@ -41,6 +41,7 @@ pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
     let defaults = eyrie_draft::DraftOptions::new(args.model, args.listen, args.target);
     let options = eyrie_draft::DraftOptions {
         shared: args.shared_weights,
+        allow_writable_ipc: args.allow_writable_ipc,
         cache_tokens: args.cache_tokens,
         prefix_cache_bytes: args.prefix_cache_bytes,
         max_sequences: args.max_sequences,

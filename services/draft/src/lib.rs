@@ -121,6 +121,7 @@ fn attach_all(
     let importing = Importing {
         head,
         source: options.shared,
+        allow_writable_ipc: options.allow_writable_ipc,
         copies: CopyStore::default(),
         cache_tokens: options.cache_tokens / options.targets.len(),
     };

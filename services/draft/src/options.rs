@@ -44,6 +44,9 @@ pub struct DraftOptions {
     pub targets: Vec<Address>,
     /// Where their embedding and head come from.
     pub shared: SharedSource,
+    /// Whether a target's GPU memory may be mapped by handle (`cuda_ipc`), which the driver makes writable: a fault of this
+    /// process could then change the target's weights.
+    pub allow_writable_ipc: bool,
     /// Positions that the draft's cache holds, over all sequences: 1 to 2³¹. Targets get equal shares of it.
     pub cache_tokens: usize,
     /// Bytes of that cache which may keep slots of ended sequences, for others whose tokens begin alike; 0 keeps none.
@@ -73,6 +76,7 @@ impl DraftOptions {
             listen,
             targets,
             shared: SharedSource::Map,
+            allow_writable_ipc: false,
             cache_tokens: 16_384,
             prefix_cache_bytes: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),

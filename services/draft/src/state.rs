@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Weak};
 
-use eyrie_region::Region;
+use eyrie_region::{Region, RegionKind};
 use eyrie_wire::v1::{DraftItem, Hello};
 use eyrie_wire::{Address, Reason, check_fingerprint, refuse};
 use parking_lot::RwLock;
@@ -44,6 +44,7 @@ pub(crate) enum Memory {
     /// Weak, so that a reader of the state never keeps a lost lease mapped.
     Mapped {
         region: Weak<dyn Region>,
+        kind: RegionKind,
         bytes: u64,
     },
     Copied {
@@ -54,7 +55,7 @@ pub(crate) enum Memory {
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Mapped { bytes, .. } => write!(f, "{bytes} bytes mapped"),
+            Self::Mapped { kind, bytes, .. } => write!(f, "{bytes} bytes mapped by {kind}"),
             Self::Copied { bytes } => write!(f, "{bytes} bytes copied"),
         }
     }

@@ -215,7 +215,8 @@ impl Grant {
         Err(GrantError::StaleEpoch { expected, got: self.epoch })
     }
 
-    /// Checks that the grant carries the handles that its kind needs and no others, which needs no memory.
+    /// Checks that the grant carries the handles that its kind needs and no others, which needs no memory. Rows of a ring may
+    /// lie in host memory whatever the kind.
     ///
     /// # Errors
     /// [`GrantError::Means`].
@@ -224,12 +225,8 @@ impl Grant {
         let payload = self.ring_payload.as_ref();
         let what = if self.ipc.is_some() != by_handle {
             if by_handle { "it needs a handle" } else { "it has no use for a handle" }
-        } else if payload.is_some() != (on_device && self.ring.is_some()) {
-            if payload.is_none() {
-                "the ring's rows need a payload"
-            } else {
-                "it has no use for a ring payload"
-            }
+        } else if payload.is_some() && !(on_device && self.ring.is_some()) {
+            "it has no use for a ring payload"
         } else if payload.is_some_and(|payload| payload.ipc.is_some() != by_handle) {
             if by_handle {
                 "the ring payload needs a handle"
@@ -255,7 +252,7 @@ impl Grant {
     /// rows where they lie elsewhere and have one.
     pub fn descriptors(&self) -> usize {
         let region = usize::from(self.kind != RegionKind::CudaIpc);
-        let payload = usize::from(self.kind == RegionKind::CudaVmm && self.ring.is_some());
+        let payload = usize::from(self.kind == RegionKind::CudaVmm && self.ring_payload.is_some());
         region + usize::from(self.ring.is_some()) + payload
     }
 
@@ -559,7 +556,6 @@ mod tests {
         refused(RegionKind::CudaIpc, |g| g.ipc = None, "it needs a handle");
         refused(RegionKind::CudaIpc, handle, "the ring payload needs a handle");
         refused(RegionKind::CudaIpc, |g| g.kind = RegionKind::CudaVmm, "it has no use for a handle");
-        refused(RegionKind::CudaVmm, |g| g.ring_payload = None, "the ring's rows need a payload");
         refused(RegionKind::CudaVmm, |g| g.ring = None, "it has no use for a ring payload");
         refused(RegionKind::CudaVmm, |g| g.kind = RegionKind::Memfd, "it has no use for a ring payload");
         assert!(granted().1.gpu().is_err());

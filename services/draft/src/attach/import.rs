@@ -1,6 +1,5 @@
 //! From a grant to a head that runs on the target's weights.
 
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -8,9 +7,7 @@ use std::time::Duration;
 
 use eyrie_checkpoint::AuxIds;
 use eyrie_model::{CaptureSet, Eagle3Head, HeadWeights, ModelError, SharedWeights};
-use eyrie_region::{
-    DoorError, FdDoor, Grant, ImportedMemfd, Region, RegionError, RingError, RingReader, Token,
-};
+use eyrie_region::{DoorError, FdDoor, Grant, Import, RingError, RingReader, Token};
 use eyrie_wire::v1::LeaseGrant;
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::{GrantMessageError, grant_from_wire};
@@ -38,14 +35,14 @@ pub(crate) enum ImportError {
     NoRing,
     #[error(transparent)]
     Grant(#[from] GrantMessageError),
-    #[error("grant: descriptors must be [weights, ring], given {given}")]
-    Descriptors { given: usize },
+    #[error("grant: the ring's rows lie on a GPU, and this draft computes on the CPU")]
+    RowsOnDevice,
     #[error("nobody waits for it any more")]
     GivenUp,
     #[error("{0}{advice}", advice = advice(.0))]
     Door(#[from] DoorError),
     #[error("shared weights: {0}")]
-    Region(#[from] RegionError),
+    Import(#[from] eyrie_region::ImportError),
     #[error("feature ring: {0}")]
     Ring(#[from] RingError),
     #[error(transparent)]
@@ -71,6 +68,7 @@ fn advice(error: &DoorError) -> &'static str {
 pub(crate) struct Importing {
     pub(crate) head: Arc<HeadWeights>,
     pub(crate) source: SharedSource,
+    pub(crate) allow_writable_ipc: bool,
     pub(crate) copies: CopyStore,
     /// Positions of one target's cache.
     pub(crate) cache_tokens: usize,
@@ -107,8 +105,8 @@ impl Importing {
         let granted = grant_from_wire(&grant)?;
         let obtained = match &self.source {
             SharedSource::Map => {
-                let grant = grant.clone();
-                tokio::task::spawn_blocking(move || map(&grant, &granted)).await??
+                let (grant, allowed) = (grant.clone(), self.allow_writable_ipc);
+                tokio::task::spawn_blocking(move || map(&grant, &granted, allowed)).await??
             }
             SharedSource::Target => {
                 let shared = self.copies.read(&mut TargetClient::new(channel.clone()), &granted).await?;
@@ -154,14 +152,19 @@ impl Importing {
 }
 
 /// Fetches the descriptors of `grant`, maps and verifies them. Blocking.
-fn map(grant: &LeaseGrant, granted: &Grant) -> Result<Obtained, ImportError> {
+fn map(grant: &LeaseGrant, granted: &Grant, allow_writable_ipc: bool) -> Result<Obtained, ImportError> {
     let token =
         Token::try_from(grant.token.as_ref()).map_err(|_| ImportError::Token { given: grant.token.len() })?;
     let geometry = granted.ring.ok_or(ImportError::NoRing)?;
-    let [weights, ring] = descriptors(FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?)?;
-    let region: Arc<dyn Region> = Arc::new(ImportedMemfd::import(weights, granted.bytes)?);
-    let ring = RingReader::open(ring, geometry, granted.epoch)?;
-    let memory = Memory::Mapped { region: Arc::downgrade(&region), bytes: granted.bytes };
+    let fds = FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?;
+    let Import { region, ring } = granted.import(fds, allow_writable_ipc)?;
+    let ring = ring.ok_or(ImportError::NoRing)?;
+    if ring.payload.is_some() {
+        return Err(ImportError::RowsOnDevice);
+    }
+    let ring = RingReader::open(ring.fd, geometry, granted.epoch)?;
+    let (kind, bytes) = (granted.kind, granted.bytes);
+    let memory = Memory::Mapped { region: Arc::downgrade(&region), kind, bytes };
     let shared = SharedWeights::import(region, granted, granted.epoch)?;
     Ok(Obtained { shared, memory, features: FeatureSource::Ring(ring), rows: None })
 }
@@ -171,8 +174,4 @@ fn copied(shared: SharedWeights, channel: Channel, granted: &Grant) -> Result<Ob
     let memory = Memory::Copied { bytes: shared.grant().bytes };
     let rows = Some(RowReader::new(channel, granted.epoch.get(), &geometry));
     Ok(Obtained { shared, memory, features: FeatureSource::Inline(geometry), rows })
-}
-
-fn descriptors(fds: Vec<OwnedFd>) -> Result<[OwnedFd; 2], ImportError> {
-    fds.try_into().map_err(|fds: Vec<OwnedFd>| ImportError::Descriptors { given: fds.len() })
 }

@@ -1,6 +1,5 @@
 //! Copies for drafts that share no memory with the target.
 
-use eyrie_region::Region;
 use eyrie_wire::v1::feature_ref::At;
 use eyrie_wire::v1::{
     DescribeRequest, Features, ReadFeaturesRequest, ReadSharedRequest, RingSlot, target_item::Op,
@@ -24,7 +23,7 @@ async fn a_remote_lease_names_no_door_and_shows_in_the_card() {
     let (frames, grants, grant) = ask_as(&server, "draft", true).await.unwrap();
     assert!(grant.door.is_empty() && grant.token.is_empty(), "{grant:?}");
     let mapped = attach(&server).await;
-    assert_eq!((&grant.weights, grant.ring), (&mapped.grant.weights, mapped.grant.ring));
+    assert_eq!((&grant.weights, &grant.ring), (&mapped.grant.weights, &mapped.grant.ring));
     let card = client.describe(DescribeRequest {}).await.unwrap().into_inner();
     let told: Vec<bool> = card.leases.iter().map(|lease| lease.remote).collect();
     assert_eq!((told, card.left_behind.len()), (vec![true, false], 0));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use eyrie_region::{FdDoor, ImportedMemfd, Region, RingReader, SlotRef, Token};
+use eyrie_region::{FdDoor, ImportedMemfd, RingReader, SlotRef, Token};
 use eyrie_wire::v1::feature_ref::At;
 use eyrie_wire::v1::{FeatureRef, LeaseFrame, LeaseGrant, Open, Verify, target_item::Op, target_out::Body};
 use eyrie_wire::{PROTOCOL_VERSION, grant_from_wire, reason_of};
