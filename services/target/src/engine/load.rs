@@ -10,7 +10,7 @@ use eyrie_checkpoint::{
 };
 use eyrie_kernels::{Cpu, CpuOptions, Isa};
 use eyrie_model::{Backing, CaptureSet, Progress, SharedWeights, TargetModel, load_target};
-use eyrie_region::{Epoch, Grant, available_memory};
+use eyrie_region::{Epoch, Grant, Region, available_memory};
 use eyrie_service::Drain;
 use eyrie_speculation::Sampler;
 
@@ -41,7 +41,9 @@ pub(crate) struct LoadRequest {
 pub(crate) struct Exports {
     /// Embedding and head, with the ring's geometry if features are captured.
     pub(crate) grant: Grant,
-    /// Descriptors of the granted region and, with features, of the ring.
+    /// The granted region.
+    pub(crate) region: Arc<dyn Region>,
+    /// Descriptors of the granted region, unless a handle opens it, and, with features, of the ring.
     pub(crate) fds: Vec<OwnedFd>,
 }
 
@@ -136,7 +138,7 @@ impl Exports {
             grant.ring = Some(features.geometry());
             fds.push(features.fd()?);
         }
-        Ok(Self { grant, fds })
+        Ok(Self { grant, region: Arc::clone(shared.region()), fds })
     }
 }
 

@@ -1,11 +1,11 @@
-//! Copies of shared memory for drafts that cannot map it. Read from mappings of the service's own, so that no copy waits
-//! for the engine or is waited for by it.
+//! Copies of shared memory for drafts that cannot map it. Read past the engine, so that no copy waits for it or is waited
+//! for by it: of weights that nobody changes any more, and of the ring in a mapping of the service's own.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
-use eyrie_region::{ImportedMemfd, Region, RingError, RingReader};
+use eyrie_region::{Region, RingError, RingReader};
 use eyrie_service::until_sent;
 use eyrie_wire::v1::{
     FileChunk, ReadFeaturesReply, ReadFeaturesRequest, ReadSharedRequest, RingSlot, SlotRows,
@@ -28,28 +28,27 @@ pub(super) const MAX_FEATURE_READS: usize = 8;
 /// on its way: a reader that is slower than that holds up nobody else.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
 
-/// The exported memory, mapped once more.
+/// The exported memory.
 #[derive(Debug)]
 pub(crate) struct Copies {
-    shared: Arc<ImportedMemfd>,
+    shared: Arc<dyn Region>,
     ring: Option<Arc<RingReader>>,
 }
 
 impl Copies {
-    /// Maps what `exports` describe.
+    /// Of what `exports` describe; the ring is mapped once more.
     pub(crate) fn of(exports: &Exports) -> Result<Self, TargetError> {
-        let Exports { grant, fds } = exports;
-        let (weights, ring) = match (fds.as_slice(), grant.ring) {
-            ([weights], None) => (weights, None),
-            ([weights, ring], Some(geometry)) => (weights, Some((ring, geometry))),
-            _ => return Err(TargetError::Engine(format!("{} exports do not fit their grant", fds.len()))),
+        let Exports { grant, region, fds } = exports;
+        if fds.len() != grant.descriptors() {
+            return Err(TargetError::Engine(format!("{} exports do not fit their grant", fds.len())));
+        }
+        let ring = match (fds.last(), grant.ring) {
+            (Some(fd), Some(geometry)) => {
+                Some(Arc::new(RingReader::open(fd.try_clone()?, geometry, grant.epoch)?))
+            }
+            _ => None,
         };
-        let shared = Arc::new(ImportedMemfd::import(weights.try_clone()?, grant.bytes)?);
-        let ring = match ring {
-            Some((fd, geometry)) => Some(Arc::new(RingReader::open(fd.try_clone()?, geometry, grant.epoch)?)),
-            None => None,
-        };
-        Ok(Self { shared, ring })
+        Ok(Self { shared: Arc::clone(region), ring })
     }
 }
 
@@ -121,13 +120,18 @@ impl Service {
 
 /// Copies `region`, each chunk when there is room for it.
 async fn send_chunks(region: &dyn Region, chunks: &mpsc::Sender<FileChunk>) -> Result<(), Status> {
-    for chunk in region.bytes().chunks(CHUNK) {
+    let length = region.byte_len();
+    for at in (0..length).step_by(CHUNK) {
         let Ok(room) = tokio::time::timeout(SEND_LIMIT, chunks.reserve()).await else {
             let limit = SEND_LIMIT.as_secs();
             return Err(refuse(Reason::Busy, format!("a chunk must be read within {limit} s")));
         };
         let Ok(room) = room else { return Ok(()) };
-        room.send(FileChunk { data: Bytes::copy_from_slice(chunk) });
+        let mut chunk = vec![0; (length - at).min(CHUNK as u64) as usize];
+        if let Err(e) = region.read(at, &mut chunk) {
+            return Err(refuse(Reason::Internal, format!("reading shared weights: {e}")));
+        }
+        room.send(FileChunk { data: Bytes::from(chunk) });
     }
     Ok(())
 }
