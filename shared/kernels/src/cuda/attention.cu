@@ -4,20 +4,10 @@
 // logical indices. A block takes one row, a few heads and CHUNK_KEYS keys; `attention_combine` adds up a row's chunks in
 // order. So a row's bits depend on its own query and keys alone.
 
-#include "common.cuh"
+#include "paged.cuh"
 
 constexpr uint32_t TILE_KEYS = 32;
 constexpr uint32_t CHUNK_KEYS = 256;
-
-// Which keys a row of a forward pass sees; as paged.rs's RowRef.
-struct RowRef {
-    uint32_t position;
-    uint32_t slot;
-    uint32_t table;
-    uint32_t prefix;
-    uint32_t tail;
-    uint32_t tail_len;
-};
 
 struct AttentionArgs {
     // [rows, heads, key_width].
@@ -154,7 +144,6 @@ template <class T, int HEADS, int GROUPS> __device__ void attention(const Attent
     constexpr int OWN = HEADS / GROUPS;
     constexpr uint32_t PAIRS = THREADS / GROUPS;
     constexpr uint32_t PAD = THREADS / (HEADS / 4 * (TILE_KEYS / 4)) * 4;
-    extern __shared__ uint4 shared[];
     __shared__ __align__(16) float scores[TILE_KEYS][HEADS];
     __shared__ Running<HEADS> running;
     __shared__ uint32_t slots[TILE_KEYS];
@@ -169,7 +158,7 @@ template <class T, int HEADS, int GROUPS> __device__ void attention(const Attent
     const uint32_t key_column = group * a.key_width, value_column = a.values + group * a.value_width;
     const bool apart = value_column < key_column || value_column + a.value_width > key_column + a.key_width;
     const uint32_t value_stride = apart ? (a.value_width + 7) / 8 * 8 : padded;
-    float *queries = reinterpret_cast<float *>(shared);
+    float *queries = static_cast<float *>(dynamic_shared());
     T *keys = reinterpret_cast<T *>(queries + HEADS * padded);
     T *values = apart ? keys + TILE_KEYS * padded : keys + (value_column - key_column);
 

@@ -52,6 +52,12 @@ template <class T> __device__ __forceinline__ void load_part(const T *from, uint
     for (int i = 0; i < 8; i++) to[i] = i < count ? widen(from[i]) : 0.0f;
 }
 
+// The shared memory that a launch asks for beside the kernel's own.
+__device__ __forceinline__ void *dynamic_shared() {
+    extern __shared__ uint4 bytes[];
+    return bytes;
+}
+
 // Sums each of N values over 2 * MASK neighbouring lanes, always by halves: (l + l^MASK), then MASK / 2, ... 1.
 // Lane l of the 2 * MASK is left with values l * N / (2 * MASK) ..., at least one, at the front of `v`.
 template <int N, int MASK> __device__ __forceinline__ void reduce(float *v, int lane) {

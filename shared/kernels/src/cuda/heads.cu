@@ -1,17 +1,7 @@
 // What happens to queries, keys and values on their way into attention: rotation, normalisation, the cache, and the
 // absorbed weights of MLA.
 
-#include "common.cuh"
-
-// As in attention.cu.
-struct RowRef {
-    uint32_t position;
-    uint32_t slot;
-    uint32_t table;
-    uint32_t prefix;
-    uint32_t tail;
-    uint32_t tail_len;
-};
+#include "paged.cuh"
 
 // Rotates pair `i` of a head; `angles` holds dim / 2 cosines, then as many sines. INTERLEAVED: pairs are neighbours.
 template <bool INTERLEAVED, class From, class To>
@@ -73,7 +63,7 @@ constexpr uint32_t ABSORB_THREADS = 128;
 // queries = [q_nope W_UK | rotated q_pe] of one head (blockIdx.x) and up to ABSORB_ROWS rows; a thread owns columns and
 // takes the products in the order of the head's numbers.
 template <class T, class W> __device__ void mla_absorb(const MlaArgs &a) {
-    extern __shared__ float nope[];
+    float *nope = static_cast<float *>(dynamic_shared());
     const uint32_t head = blockIdx.x, first = a.first_row + blockIdx.y * ABSORB_ROWS;
     const uint32_t rows = min(a.count - blockIdx.y * ABSORB_ROWS, ABSORB_ROWS);
     const uint32_t from_width = a.nope + a.rope, to_width = a.kv_lora + a.rope;

@@ -174,7 +174,8 @@ template <class X, class F, bool VECTOR, int O, bool GATED> __device__ void tile
     MOE(X, Int4, NAME##_int4, true)                                                                                    \
     MOE(X, F32, NAME##_f32_scalar, false)                                                                              \
     MOE(X, F16, NAME##_f16_scalar, false)                                                                              \
-    MOE(X, Bf16, NAME##_bf16_scalar, false)
+    MOE(X, Bf16, NAME##_bf16_scalar, false)                                                                            \
+    MOE(X, Int4, NAME##_int4_scalar, false)
 MOE_FORMATS(float, f32)
 MOE_FORMATS(bf16, bf16)
 

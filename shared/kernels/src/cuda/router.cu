@@ -93,8 +93,7 @@ __device__ bool score(const RouterArgs &a, const float *logits, float *scores, i
 
 // Dynamic shared memory: scores and choice of `experts` values each, `groups` values, then `per_token` ids.
 extern "C" __global__ void __launch_bounds__(WARP) router(const RouterArgs a) {
-    extern __shared__ float shared[];
-    float *scores = shared, *choice = scores + a.experts, *groups = choice + a.experts;
+    float *scores = static_cast<float *>(dynamic_shared()), *choice = scores + a.experts, *groups = choice + a.experts;
     uint32_t *picked = reinterpret_cast<uint32_t *>(groups + a.groups);
     const int lane = threadIdx.x;
     bool lost = score(a, a.logits + size_t(blockIdx.x) * a.experts, scores, lane);
