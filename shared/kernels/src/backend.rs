@@ -45,6 +45,18 @@ impl Backend {
         }
     }
 
+    /// `factor * x`.
+    ///
+    /// # Errors
+    /// `x` lies elsewhere.
+    pub fn scale(&self, x: &Tensor, factor: f64) -> Result<Tensor> {
+        match self {
+            Self::Cpu(_) => Ok(x.affine(factor, 0.0)?),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => cuda.scale(x, factor as f32),
+        }
+    }
+
     /// The rows of `x` at `rows`, in that order, repeats allowed.
     ///
     /// # Errors

@@ -71,6 +71,34 @@ pub enum KernelError {
     /// A kernel panicked on one of the pool's threads; the pool itself stays usable.
     #[error("a kernel panicked on a worker thread")]
     Panicked,
+    /// A GPU that is not there or cannot run these kernels.
+    #[error("GPU {ordinal}: {reason}")]
+    Gpu {
+        /// Number of the GPU that was asked for.
+        ordinal: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// GPU memory that cannot be had.
+    #[error("GPU memory: {wanted} bytes wanted for {what}, {free} of {total} bytes are free")]
+    GpuMemory {
+        /// What it was for.
+        what: &'static str,
+        /// Bytes asked for.
+        wanted: usize,
+        /// Bytes that were free.
+        free: usize,
+        /// Bytes of the GPU.
+        total: usize,
+    },
+    /// A call of the CUDA driver failed.
+    #[error("cuda: {what}: {code}")]
+    Cuda {
+        /// What was tried, or the kernel that was launched.
+        what: &'static str,
+        /// Name of the driver's error.
+        code: String,
+    },
     /// Memory that cannot be had.
     #[error(transparent)]
     Memory(#[from] RegionError),

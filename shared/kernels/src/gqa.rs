@@ -35,6 +35,18 @@ impl GqaSpec {
         2 * self.kv_heads * self.head_dim
     }
 
+    /// Heads over a cached row of keys, then values.
+    pub(crate) fn attention(&self) -> cpu::Heads {
+        cpu::Heads {
+            heads: self.heads,
+            sharing: self.heads / self.kv_heads,
+            key_width: self.head_dim,
+            value_width: self.head_dim,
+            values: self.kv_heads * self.head_dim,
+            scale: (self.head_dim as f64).powf(-0.5) as f32,
+        }
+    }
+
     fn check(&self, cache: &PagedRows) -> Result<()> {
         if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
             return Err(limit(OP, "heads", self.heads, format!("a multiple of {} kv heads", self.kv_heads)));

@@ -25,7 +25,7 @@ mod tensor;
 pub use backend::Backend;
 pub use cpu::{Cpu, CpuOptions, Isa};
 #[cfg(feature = "cuda")]
-pub use cuda::{Cuda, CudaOptions};
+pub use cuda::{Activations, Cuda, CudaOptions};
 pub use embedding::Embedding;
 pub use error::{KernelError, Result};
 pub use gqa::{GqaSpec, gqa};

@@ -38,6 +38,18 @@ impl MlaDims {
     pub fn cache_width(&self) -> usize {
         self.kv_lora + self.rope
     }
+
+    /// Absorbed heads over a cached row, whose latent is key and value at once.
+    pub(crate) fn attention(&self, scale: f32) -> cpu::Heads {
+        cpu::Heads {
+            heads: self.heads,
+            sharing: self.heads,
+            key_width: self.cache_width(),
+            value_width: self.kv_lora,
+            values: 0,
+            scale,
+        }
+    }
 }
 
 /// The weights between a layer's projections.

@@ -20,7 +20,7 @@ pub struct Mlp(Block);
 
 #[derive(Debug)]
 enum Block {
-    Cpu(cpu::Mlp),
+    Cpu(Box<cpu::Mlp>),
     #[cfg(feature = "cuda")]
     Cuda(cuda::Mlp),
 }
@@ -35,7 +35,7 @@ impl Mlp {
         check([size(&gate), size(&up), size(&down)])?;
         Ok(Mlp(match (gate.0, up.0, down.0) {
             (Weight::Cpu(gate), Weight::Cpu(up), Weight::Cpu(down)) => {
-                Block::Cpu(cpu::Mlp { gate, up, down })
+                Block::Cpu(Box::new(cpu::Mlp { gate, up, down }))
             }
             #[cfg(feature = "cuda")]
             (Weight::Cuda(gate), Weight::Cuda(up), Weight::Cuda(down)) => {

@@ -5,6 +5,8 @@ use std::sync::{PoisonError, RwLock};
 
 use eyrie_checkpoint::Yarn;
 
+#[cfg(feature = "cuda")]
+use crate::cuda::{Angles, Cuda};
 use crate::error::{Result, limit};
 
 const OP: &str = "rope";
@@ -42,6 +44,8 @@ pub struct Rope {
     factor: f64,
     /// `[positions, dim]`: cosines, then sines.
     table: RwLock<Vec<f32>>,
+    #[cfg(feature = "cuda")]
+    on_device: std::sync::Mutex<Option<Angles>>,
 }
 
 fn mscale(factor: f64, coefficient: f64) -> f64 {
@@ -113,7 +117,14 @@ impl Rope {
             blend(yarn, spec.dim, spec.theta, &mut frequencies);
             factor = attention_factor(yarn);
         }
-        Ok(Rope { spec, frequencies, factor, table: RwLock::new(Vec::new()) })
+        Ok(Rope {
+            spec,
+            frequencies,
+            factor,
+            table: RwLock::default(),
+            #[cfg(feature = "cuda")]
+            on_device: std::sync::Mutex::default(),
+        })
     }
 
     /// What it was made from.
@@ -163,6 +174,13 @@ impl Rope {
             }
         }
         out
+    }
+
+    /// Address on the GPU of `[positions, dim]` up to position `last`, as [`Rope::gather`] gives them.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(&self, cuda: &Cuda, last: u32) -> Result<u64> {
+        let mut kept = self.on_device.lock().unwrap_or_else(PoisonError::into_inner);
+        Angles::reach(&mut kept, cuda, last, |positions| self.gather(positions))
     }
 
     fn grow(&self, positions: usize) {

@@ -247,7 +247,7 @@ impl Eagle3Head {
         let state = self.own.layer.forward(backend, &token, &feature, cache, &plan)?;
         let mut logits = self.head.forward_f32(&self.own.norm.forward(&plan.select(backend, &state)?)?)?;
         if self.own.config.logit_scale != 1.0 {
-            logits = logits.affine(self.own.config.logit_scale, 0.0)?;
+            logits = backend.scale(&logits, self.own.config.logit_scale)?;
         }
         let states = DraftState::new(state, self.own.config.hidden_size)?;
         Ok(DraftOut { states, rows: plan.rows, logits, logit_rows: plan.logit_rows })

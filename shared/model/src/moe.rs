@@ -11,7 +11,7 @@ use crate::loader::{Loader, router_spec};
 #[derive(Debug)]
 pub(crate) enum FeedForward {
     Dense(Mlp),
-    Moe { router: Router, experts: Experts, shared: Option<Mlp> },
+    Moe { router: Box<Router>, experts: Experts, shared: Option<Mlp> },
 }
 
 impl FeedForward {
@@ -29,7 +29,7 @@ impl FeedForward {
     fn load_moe(loader: &mut Loader<'_>, config: &MoeConfig, tensors: &MoeTensors) -> Result<Self> {
         let gate = loader.linear(&tensors.router)?;
         let bias = tensors.router_bias.as_ref().map(|bias| loader.vector(bias)).transpose()?;
-        let router = Router::new(router_spec(config), gate, bias)?;
+        let router = Box::new(Router::new(router_spec(config), gate, bias)?);
         let views =
             tensors.experts.iter().map(|expert| loader.mlp_views(expert)).collect::<Result<Vec<_>>>()?;
         let experts = Experts::pack(loader.backend(), &views)?;

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 
 use super::Cpu;
-use super::attention::{Heads, attention};
+use super::attention::attention;
 use super::paged::PagedRows;
 use crate::error::Result;
 use crate::gqa::{GqaSpec, OP};
@@ -49,15 +49,7 @@ impl GqaOp<'_> {
                 rope.rotate(angles, head);
             }
         }
-        let heads = Heads {
-            heads,
-            sharing: heads / kv_heads,
-            key_width: head_dim,
-            value_width: head_dim,
-            values: kv_width,
-            scale: (head_dim as f64).powf(-0.5) as f32,
-        };
-        attention(self.cpu, heads, &queries, &cache, self.rows)
+        attention(self.cpu, self.spec.attention(), &queries, &cache, self.rows)
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{CpuStorage, CustomOp2, Layout, Shape, Tensor};
 use eyrie_checkpoint::WeightView;
 
-use super::attention::{Heads, attention};
+use super::attention::attention;
 use super::linear::row_indices;
 use super::paged::PagedRows;
 use super::tiles::{BLOCK_ROWS, BLOCK_TILES, Dense, Inputs, Tiles, ZERO_BLOCK, even_chunks};
@@ -76,19 +76,11 @@ struct MlaOp<'a> {
 
 impl MlaOp<'_> {
     fn run(&self, q: &[f32], kv: &[f32]) -> Result<Vec<f32>> {
-        let MlaDims { heads, kv_lora, .. } = self.weights.dims;
         let angles = self.weights.rope.gather(self.rows.rows.iter().map(|row| row.position));
         let mut cache = self.cache.borrow_mut();
         self.append(kv, &angles, &mut cache);
         let queries = self.absorb(q, &angles)?;
-        let spec = Heads {
-            heads,
-            sharing: heads,
-            key_width: self.weights.dims.cache_width(),
-            value_width: kv_lora,
-            values: 0,
-            scale: self.weights.scale,
-        };
+        let spec = self.weights.dims.attention(self.weights.scale);
         let latents = attention(&self.weights.cpu, spec, &queries, &cache, self.rows)?;
         self.expand(&latents)
     }

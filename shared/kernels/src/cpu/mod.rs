@@ -26,6 +26,7 @@ use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
+pub(crate) use attention::Heads;
 pub(crate) use embedding::Embedding;
 pub(crate) use gqa::gqa;
 pub(crate) use lanes::Lanes;

@@ -8,3 +8,4 @@ mod common;
 mod linear;
 mod moe;
 mod rows;
+mod sequences;

@@ -1,0 +1,8 @@
+// One translation unit, so that there is one module to load.
+
+#include "attention.cu"
+#include "heads.cu"
+#include "linear.cu"
+#include "moe.cu"
+#include "router.cu"
+#include "rows.cu"
