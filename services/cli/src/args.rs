@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use eyrie_draft::SharedSource;
+use eyrie_kernels::{Activations, Processor};
 use eyrie_wire::Address;
 
 /// Serve DeepSeek and Kimi models with lossless EAGLE-3 speculative decoding.
@@ -59,9 +60,8 @@ pub(crate) struct ModelArgs {
     /// What the draft's aux-layer ids mean, entering or after a layer, where its file does not tell
     #[arg(long, value_name = "MEANING", value_enum, hide_possible_values = true)]
     pub(crate) aux_convention: Option<AuxMeaning>,
-    /// Compute threads of target and draft [default: the machine's cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub(crate) threads: Option<u32>,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
     /// Tokens that the target's KV cache holds [default: 16384]
     #[arg(long, value_name = "N")]
     pub(crate) kv_tokens: Option<u32>,
@@ -241,6 +241,20 @@ pub(crate) struct ServiceArgs {
     pub(crate) drain_grace: u64,
 }
 
+/// Where and how to compute.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ComputeArgs {
+    /// Where to compute: cpu, cuda (the first GPU) or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = Processor::Cpu)]
+    pub(crate) device: Processor,
+    /// Numbers of activations and KV cache: f32, or bf16 on a GPU [default: f32 on the CPU, bf16 on a GPU]
+    #[arg(long, value_name = "NUMBERS")]
+    pub(crate) activations: Option<Activations>,
+    /// Compute threads of the CPU [default: the machine's cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) threads: Option<u32>,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct TargetArgs {
     /// Checkpoint folder
@@ -268,9 +282,8 @@ pub(crate) struct TargetArgs {
     /// Prompt rows of one step at most
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub(crate) prefill_chunk: usize,
-    /// Compute threads [default: the machine's cores]
-    #[arg(long, value_name = "N")]
-    pub(crate) threads: Option<u32>,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
     /// Bytes of aux rows kept for drafts that come back or lack what the prefix cache holds
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
     pub(crate) aux_cache_bytes: u64,
@@ -311,9 +324,8 @@ pub(crate) struct DraftArgs {
     /// Tokens proposed in one round at most
     #[arg(long, value_name = "K", default_value_t = 63)]
     pub(crate) max_draft_tokens: usize,
-    /// Compute threads [default: the machine's cores]
-    #[arg(long, value_name = "N")]
-    pub(crate) threads: Option<u32>,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
     /// What the written aux-layer ids mean, entering or after a layer, where the file does not tell
     #[arg(long, value_name = "MEANING", value_enum, hide_possible_values = true)]
     pub(crate) aux_convention: Option<AuxMeaning>,

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint};
-use eyrie_kernels::{Cpu, CpuOptions};
+use eyrie_kernels::{Backend, CpuOptions};
 use eyrie_model::HeadWeights;
 use eyrie_service::{Drain, Health};
 use eyrie_wire::v1::draft_server::DraftServer;
@@ -93,7 +93,10 @@ pub async fn run(
 
 /// The head's files, and its weights packed; a folder given for shared weights must be a checkpoint.
 async fn open(options: &DraftOptions) -> Result<(Arc<DraftCheckpoint>, Arc<HeadWeights>), DraftError> {
-    let (dir, threads, isa) = (options.model_dir.clone(), options.threads, options.isa);
+    let dir = options.model_dir.clone();
+    let cpu = CpuOptions { threads: options.threads, isa: options.isa };
+    let processor = options.processor;
+    let activations = options.activations.unwrap_or(processor.usual());
     let folder = match &options.shared {
         SharedSource::Folder(folder) => Some(folder.clone()),
         SharedSource::Map | SharedSource::Target => None,
@@ -101,8 +104,8 @@ async fn open(options: &DraftOptions) -> Result<(Arc<DraftCheckpoint>, Arc<HeadW
     let opened = tokio::task::spawn_blocking(move || -> Result<_, DraftError> {
         let checkpoint = DraftCheckpoint::open(&dir)?;
         folder.map(|folder: PathBuf| TargetCheckpoint::open(&folder)).transpose()?;
-        let cpu = Cpu::new(CpuOptions { threads, isa })?;
-        let head = HeadWeights::load(&checkpoint, &cpu.into())?;
+        let backend = Backend::open(processor, activations, cpu)?;
+        let head = HeadWeights::load(&checkpoint, &backend)?;
         Ok((Arc::new(checkpoint), Arc::new(head)))
     });
     opened.await.map_err(DraftError::Loader)?

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use eyrie_checkpoint::AuxConvention;
-use eyrie_kernels::Isa;
+use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_wire::{Address, MAX_VERIFY_ROWS};
 
 use crate::DraftError;
@@ -56,6 +56,10 @@ pub struct DraftOptions {
     pub threads: usize,
     /// Instruction set of the kernels.
     pub isa: Isa,
+    /// Where to compute.
+    pub processor: Processor,
+    /// Numbers of activations and cache; default: the processor's usual ones.
+    pub activations: Option<Activations>,
     /// Sequences held at once for each target, 1 to 2²⁰; the least recently used one is dropped for another.
     pub max_sequences: usize,
     /// Tokens proposed in one round at most, 1 to 63.
@@ -81,6 +85,8 @@ impl DraftOptions {
             prefix_cache_bytes: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::best(),
+            processor: Processor::Cpu,
+            activations: None,
             max_sequences: 64,
             max_draft_tokens: MAX_VERIFY_ROWS - 1,
             unary_idle: Duration::from_secs(60),

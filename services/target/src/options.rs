@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use eyrie_kernels::Isa;
+use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_wire::{Address, MAX_VERIFY_ROWS};
 
 use crate::TargetError;
@@ -34,6 +34,10 @@ pub struct TargetOptions {
     pub capture: Option<Vec<u32>>,
     /// Instruction set of the kernels; default: the best of this machine. Results do not depend on it.
     pub isa: Option<Isa>,
+    /// Where to compute.
+    pub processor: Processor,
+    /// Numbers of activations and KV cache; default: the processor's usual ones.
+    pub activations: Option<Activations>,
     /// Folder for the socket that hands out descriptors when `listen` is TCP; default: `XDG_RUNTIME_DIR`, else the
     /// temporary folder.
     pub runtime_dir: Option<PathBuf>,
@@ -57,6 +61,8 @@ impl TargetOptions {
             aux_cache_bytes: 256 << 20,
             capture: None,
             isa: None,
+            processor: Processor::Cpu,
+            activations: None,
             runtime_dir: None,
             drain_grace: Duration::from_secs(30),
         }

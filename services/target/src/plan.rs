@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 
 use eyrie_checkpoint::TargetConfig;
-use eyrie_kernels::Isa;
+use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_model::LatentCache;
 use eyrie_region::RingGeometry;
 
@@ -23,6 +23,8 @@ const RING_ROUNDS: usize = 4;
 pub(crate) struct Plan {
     pub(crate) threads: usize,
     pub(crate) isa: Option<Isa>,
+    pub(crate) processor: Processor,
+    pub(crate) activations: Activations,
     pub(crate) vocab: u32,
     pub(crate) context: u32,
     /// Whole pages.
@@ -52,6 +54,8 @@ impl Plan {
                 .threads
                 .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, NonZeroUsize::get)),
             isa: options.isa,
+            processor: options.processor,
+            activations: options.activations.unwrap_or(options.processor.usual()),
             vocab: config.vocab_size as u32,
             context: context(options, config)?,
             kv_tokens: options.kv_tokens.next_multiple_of(PAGE_ROWS),
@@ -68,7 +72,7 @@ impl Plan {
     /// Refuses a KV cache of a model of `config` that `available` bytes of memory cannot hold, before anything is loaded;
     /// warns of a prefix cache that can hold nothing.
     pub(crate) fn check_memory(&self, config: &TargetConfig, available: u64) -> Result<(), TargetError> {
-        let token = LatentCache::token_bytes(config);
+        let token = LatentCache::token_bytes(config, self.activations);
         let most = available / token;
         if self.kv_tokens as u64 > most {
             let limit = format!("at most {most}: a token needs {token} bytes, {available} are available");

@@ -2,10 +2,13 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::cpu::Cpu;
+use crate::cpu::{Cpu, CpuOptions};
 #[cfg(feature = "cuda")]
-use crate::cuda::Cuda;
-use crate::error::Result;
+use crate::cuda::{Cuda, CudaOptions};
+use crate::device::{Activations, Processor};
+#[cfg(not(feature = "cuda"))]
+use crate::error::KernelError;
+use crate::error::{Result, limit};
 
 /// Where kernels compute. Weights, caches and activations are made for one backend and stay on it.
 #[derive(Debug, Clone)]
@@ -24,6 +27,27 @@ impl From<Cpu> for Backend {
 }
 
 impl Backend {
+    /// Takes `processor` into use; `cpu` says how, where it is the CPU.
+    ///
+    /// # Errors
+    /// Activations that the processor does not have, a GPU that is not there or that this build has no kernels for, or
+    /// as [`Cpu::new`].
+    pub fn open(processor: Processor, activations: Activations, cpu: CpuOptions) -> Result<Self> {
+        match (processor, activations) {
+            (Processor::Cpu, Activations::F32) => Ok(Cpu::new(cpu)?.into()),
+            (Processor::Cpu, other) => Err(limit("cpu", "activations", other.name(), "f32")),
+            #[cfg(feature = "cuda")]
+            (Processor::Cuda(ordinal), activations) => {
+                Ok(Self::Cuda(Cuda::open(CudaOptions { ordinal, activations })?))
+            }
+            #[cfg(not(feature = "cuda"))]
+            (Processor::Cuda(ordinal), _) => Err(KernelError::Gpu {
+                ordinal,
+                reason: "this build has no CUDA kernels, see docs/GPU.md (--features cuda)".to_owned(),
+            }),
+        }
+    }
+
     /// The device on which this backend's activations lie.
     pub fn device(&self) -> &Device {
         match self {

@@ -8,6 +8,7 @@ mod backend;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod device;
 mod embedding;
 mod error;
 mod gqa;
@@ -25,7 +26,8 @@ mod tensor;
 pub use backend::Backend;
 pub use cpu::{Cpu, CpuOptions, Isa};
 #[cfg(feature = "cuda")]
-pub use cuda::{Activations, Cuda, CudaOptions};
+pub use cuda::{Cuda, CudaOptions};
+pub use device::{Activations, Processor};
 pub use embedding::Embedding;
 pub use error::{KernelError, Result};
 pub use gqa::{GqaSpec, gqa};

@@ -2,7 +2,7 @@
 //! position and a cut is a length.
 
 use eyrie_checkpoint::TargetConfig;
-use eyrie_kernels::{Backend, PagedRows};
+use eyrie_kernels::{Activations, Backend, PagedRows};
 use eyrie_region::check_memory;
 
 use crate::error::{ModelError, Result};
@@ -173,8 +173,8 @@ impl LatentCache {
     }
 
     /// Bytes a token in a model of `config`.
-    pub fn token_bytes(config: &TargetConfig) -> u64 {
-        (config.num_hidden_layers * Self::width(config) * size_of::<f32>()) as u64
+    pub fn token_bytes(config: &TargetConfig, numbers: Activations) -> u64 {
+        (config.num_hidden_layers * Self::width(config) * numbers.size()) as u64
     }
 
     pub(crate) fn layers(&self) -> usize {

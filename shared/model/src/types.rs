@@ -3,10 +3,15 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use eyrie_kernels::{Backend, Routes};
 
 use crate::error::{ModelError, Result};
+
+/// Float32 values in host memory, whatever and wherever `rows` are.
+pub(crate) fn to_host(rows: &Tensor) -> candle_core::Result<Tensor> {
+    rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)
+}
 
 macro_rules! rows_type {
     ($(#[$doc:meta])* $name:ident, $what:literal) => {
@@ -66,7 +71,7 @@ macro_rules! rows_type {
 
             /// The values in row-major order.
             pub fn to_vec(&self) -> Result<Vec<f32>> {
-                Ok(self.0.flatten_all()?.to_vec1()?)
+                Ok(to_host(&self.0)?.flatten_all()?.to_vec1()?)
             }
         }
     };

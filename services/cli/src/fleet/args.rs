@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use eyrie_wire::Address;
 
-use crate::args::ModelArgs;
+use crate::args::{ComputeArgs, ModelArgs};
 use crate::doctor;
 
 /// A target, which captures what `draft` needs.
@@ -26,7 +26,6 @@ pub(super) fn target(
         ]);
     }
     let numbers = [
-        ("--threads", models.threads.map(u64::from)),
         ("--kv-tokens", models.kv_tokens.map(u64::from)),
         ("--prefill-chunk", models.prefill_chunk.map(u64::from)),
         ("--prefix-cache-bytes", models.prefix_cache_bytes),
@@ -36,6 +35,7 @@ pub(super) fn target(
             args.extend([name.to_owned(), value.to_string()]);
         }
     }
+    args.extend(compute(&models.compute));
     Ok(args)
 }
 
@@ -46,9 +46,7 @@ pub(super) fn draft(models: &ModelArgs, dir: &Path, listen: &Address, targets: &
     for target in targets {
         args.extend(["--target".to_owned(), target.to_string()]);
     }
-    if let Some(threads) = models.threads {
-        args.extend(["--threads".to_owned(), threads.to_string()]);
-    }
+    args.extend(compute(&models.compute));
     if let Some(bytes) = models.prefix_cache_bytes {
         args.extend(["--prefix-cache-bytes".to_owned(), bytes.to_string()]);
     }
@@ -56,6 +54,18 @@ pub(super) fn draft(models: &ModelArgs, dir: &Path, listen: &Address, targets: &
         args.extend(["--aux-convention".to_owned(), meaning.get_name().to_owned()]);
     }
     args
+}
+
+/// Where and how target and draft compute.
+fn compute(args: &ComputeArgs) -> Vec<String> {
+    let mut flags = vec!["--device".to_owned(), args.device.to_string()];
+    if let Some(numbers) = args.activations {
+        flags.extend(["--activations".to_owned(), numbers.name().to_owned()]);
+    }
+    if let Some(threads) = args.threads {
+        flags.extend(["--threads".to_owned(), threads.to_string()]);
+    }
+    flags
 }
 
 /// A gateway over all of them.

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use eyrie_model::{Aux, DraftCache, DraftRows, DraftState, Eagle3Head, Feature, Keep};
 use eyrie_wire::v1::{self, draft_out::Body};
 use eyrie_wire::{Reason, item_error};
@@ -249,7 +249,7 @@ fn is_rare(before: u64, now: u64) -> bool {
 }
 
 fn rows_of(logits: &Tensor) -> Result<Vec<Vec<f32>>, EngineError> {
-    Ok(logits.to_vec2().map_err(eyrie_model::ModelError::from)?)
+    Ok(logits.to_device(&Device::Cpu).and_then(|logits| logits.to_vec2()).map_err(eyrie_model::ModelError::from)?)
 }
 
 #[cfg(test)]

@@ -8,9 +8,9 @@ use std::time::Duration;
 use eyrie_checkpoint::{
     FfnTensors, LinearSpec, MlpTensors, QueryTensors, TargetCheckpoint, layer_tensors, model_tensors,
 };
-use eyrie_kernels::{Cpu, CpuOptions, Isa};
+use eyrie_kernels::{Backend, CpuOptions, Isa, Processor};
 use eyrie_model::{Backing, CaptureSet, Progress, SharedWeights, TargetModel, load_target};
-use eyrie_region::{Epoch, Grant, Region, available_memory};
+use eyrie_region::{Epoch, Gpu, Grant, Region, RegionError, available_memory};
 use eyrie_service::Drain;
 use eyrie_speculation::Sampler;
 
@@ -60,10 +60,19 @@ pub(crate) struct Loaded {
 /// Loads the model; `progress` is told the bytes read.
 pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Loaded, TargetError> {
     let LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain } = request;
-    plan.check_memory(checkpoint.config(), available_memory())?;
-    let cpu = Cpu::new(CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) })?;
-    let shared = SharedWeights::build(&checkpoint, Backing::Memfd, epoch)?;
-    let model = load_target(&checkpoint, shared, &cpu.into(), progress)?;
+    let cpu = CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) };
+    let backend = Backend::open(plan.processor, plan.activations, cpu)?;
+    let (backing, available) = match plan.processor {
+        Processor::Cpu => (Backing::Memfd, available_memory()),
+        Processor::Cuda(ordinal) => {
+            let gpu = Gpu::open(ordinal).map_err(RegionError::from)?;
+            let (free, _) = gpu.memory().map_err(RegionError::from)?;
+            (Backing::CudaVmm(gpu), free)
+        }
+    };
+    plan.check_memory(checkpoint.config(), available)?;
+    let shared = SharedWeights::build(&checkpoint, backing, epoch)?;
+    let model = load_target(&checkpoint, shared, &backend, progress)?;
     let parts =
         Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
     let fingerprint = fingerprint(&checkpoint, parts);

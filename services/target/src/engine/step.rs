@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use eyrie_kernels::KernelError;
 use eyrie_model::{ForwardOut, Keep, LogitRows, ModelError, SeqRows};
 use eyrie_speculation::{SampleError, Sampler, SamplingParams, Verdict, verify};
@@ -49,7 +49,9 @@ impl Engine {
         let batch: Vec<SeqRows<'_>> =
             pieces.iter().map(|piece| rows_of(&self.sequences[&piece.key], piece.rows)).collect();
         match self.model.forward(&batch, &mut self.cache) {
-            Ok(out) => {
+            Ok(mut out) => {
+                // Once for all rows; no copy where they lie there already.
+                out.logits = out.logits.map(|logits| logits.to_device(&Device::Cpu)).transpose()?;
                 self.commit(pieces, &out)?;
                 Ok(out.rows.last().map_or(0, |rows| rows.end))
             }

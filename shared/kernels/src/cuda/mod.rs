@@ -17,7 +17,7 @@ mod tensors;
 
 use std::sync::Arc;
 
-use candle_core::{CudaDevice, DType, Device};
+use candle_core::{CudaDevice, Device};
 use cudarc::driver::{CudaContext, CudaModule, CudaStream, DriverError, result, sys};
 use cudarc::nvrtc::Ptx;
 
@@ -28,6 +28,7 @@ pub(crate) use paged::{PagedRows, Rows};
 pub(crate) use router::{Router, Routes};
 pub(crate) use rows::{Embedding, RmsNorm};
 
+use crate::device::Activations;
 use crate::error::{KernelError, Result};
 use launch::{Functions, Grid, THREADS};
 use linear::{Product, Weight};
@@ -38,41 +39,6 @@ static MODULE: &[u8] = include_bytes!(env!("EYRIE_CUDA_MODULE"));
 const CAPABILITIES: &str = env!("EYRIE_CUDA_CAPABILITIES");
 /// Version of CUDA that this was built with, as the driver counts them.
 const NEEDED_DRIVER: i32 = 13000;
-
-/// Numbers of activations and caches; sums are float32 whatever they are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activations {
-    /// 32-bit floats: for comparing with the CPU.
-    F32,
-    /// bfloat16.
-    Bf16,
-}
-
-impl Activations {
-    /// Bytes of one number.
-    pub fn size(self) -> usize {
-        match self {
-            Activations::F32 => 4,
-            Activations::Bf16 => 2,
-        }
-    }
-
-    /// The same for tensors.
-    pub fn dtype(self) -> DType {
-        match self {
-            Activations::F32 => DType::F32,
-            Activations::Bf16 => DType::BF16,
-        }
-    }
-
-    /// As kernels are named.
-    fn name(self) -> &'static str {
-        match self {
-            Activations::F32 => "f32",
-            Activations::Bf16 => "bf16",
-        }
-    }
-}
 
 /// How a [`Cuda`] computes.
 #[derive(Debug, Clone, Copy)]
