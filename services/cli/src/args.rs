@@ -245,10 +245,10 @@ pub(crate) struct ServiceArgs {
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ComputeArgs {
     /// Where to compute: cpu, cuda (the first GPU) or cuda:N
-    #[arg(long, value_name = "DEVICE", default_value_t = Processor::Cpu)]
+    #[arg(long, value_name = "DEVICE", env = "EYRIE_DEVICE", default_value_t = Processor::Cpu)]
     pub(crate) device: Processor,
     /// Numbers of activations and KV cache: f32, or bf16 on a GPU [default: f32 on the CPU, bf16 on a GPU]
-    #[arg(long, value_name = "NUMBERS")]
+    #[arg(long, value_name = "NUMBERS", env = "EYRIE_ACTIVATIONS")]
     pub(crate) activations: Option<Activations>,
     /// Compute threads of the CPU [default: the machine's cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
