@@ -210,7 +210,7 @@ async fn the_record_of_importers_holds_up_nobody_else() {
     // Who opens a pipe for writing waits for a reader.
     let pipe = server.dir.path().join(format!("t.sock.importers.{}", std::process::id()));
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let (answered, told) = std::sync::mpsc::channel();
+    let (answered, told) = std::sync::mpsc::sync_channel(1);
     let reader = std::thread::spawn(move || {
         let in_time = told.recv_timeout(LIMIT / 4).is_ok();
         std::fs::read(pipe).unwrap();
