@@ -249,7 +249,10 @@ fn is_rare(before: u64, now: u64) -> bool {
 }
 
 fn rows_of(logits: &Tensor) -> Result<Vec<Vec<f32>>, EngineError> {
-    Ok(logits.to_device(&Device::Cpu).and_then(|logits| logits.to_vec2()).map_err(eyrie_model::ModelError::from)?)
+    Ok(logits
+        .to_device(&Device::Cpu)
+        .and_then(|logits| logits.to_vec2())
+        .map_err(eyrie_model::ModelError::from)?)
 }
 
 #[cfg(test)]

@@ -63,7 +63,10 @@ pub(crate) struct Weight {
 enum Data {
     Own(Buffer<u8>),
     /// Memory that is exported or imported; it stays mapped for as long as the region lives.
-    Lent { pointer: u64, _region: Arc<dyn Region> },
+    Lent {
+        pointer: u64,
+        _region: Arc<dyn Region>,
+    },
 }
 
 impl Weight {
