@@ -114,7 +114,8 @@ async fn a_draft_that_slept_while_its_target_was_restarted_is_had_again_in_the_s
 
     let before = proxy.passed(|_| true).await.commits;
     let stream = client.generate_stream(asked.0).await.unwrap().into_inner();
-    let running = tokio::spawn(collect(stream, |_| {}));
+    let mut running = tokio::task::JoinSet::new();
+    running.spawn(async move { collect(stream, |_| {}).await });
     proxy.passed(|passed| passed.commits > before + 20).await;
     // So that it is not over before the draft is back.
     proxy.set(TargetFault::Slow(Duration::from_millis(50)));
@@ -131,7 +132,7 @@ async fn a_draft_that_slept_while_its_target_was_restarted_is_had_again_in_the_s
     trio.speculating().await;
     proxy.set(TargetFault::None);
 
-    let outcome = running.await.unwrap().unwrap();
+    let outcome = running.join_next().await.unwrap().unwrap().unwrap();
     assert_eq!(outcome.ids, expected);
     let last = outcome.rounds.iter().rev().take(20);
     assert!(last.filter(|round| !round.proposed.is_empty()).count() > 0, "{:?}", outcome.usage);
