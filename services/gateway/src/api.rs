@@ -255,7 +255,7 @@ mod tests {
         waits.await.unwrap();
         assert!(ran.load(Ordering::Relaxed));
 
-        let (done, wait) = std::sync::mpsc::channel();
+        let (done, wait) = std::sync::mpsc::sync_channel(1);
         let mut left = Box::pin(api.off_reactor(None, move || {
             let _ = wait.recv();
             Ok(())
