@@ -129,6 +129,8 @@ template <int HEADS> __device__ void tile_weights(float (*scores)[HEADS], Runnin
         const float weight = expf(score - maximum);
         const float sum = warp_sum(weight);
         scores[lane][h] = weight;
+        // All lanes have read the maximum before it is replaced.
+        __syncwarp();
         if (lane == 0) {
             const float factor = expf(before - maximum);
             running.maximum[h] = maximum;
