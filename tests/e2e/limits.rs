@@ -122,7 +122,7 @@ async fn every_field_passes_at_its_limit_and_one_more_is_refused() {
         (PROTOCOL_VERSION, "h".repeat(65), "INVALID_ARGUMENT", "65 bytes"),
         (PROTOCOL_VERSION, "h".repeat(5 * MIB), "INVALID_ARGUMENT", "5242880 bytes"),
     ] {
-        let frame = LeaseFrame { protocol_version, holder, pid: 1, remote: false };
+        let frame = LeaseFrame { protocol_version, holder, pid: 1, ..Default::default() };
         let lease = target.attach(tokio_stream::once(frame)).await.unwrap().into_inner().message().await;
         refused("attach", &lease.unwrap_err(), &[reason], &[part]);
     }

@@ -57,7 +57,7 @@ async fn draft_maps_the_embedding_and_owns_none_of_it() {
     let shared = 2 * 4096 * 384 * 2;
     assert!(lease.mapped_bytes >= shared, "{card:?}");
     assert_eq!(lease.mapped_private_dirty, 0, "no page of the mapping is the draft's own");
-    assert_eq!((lease.kind.as_str(), lease.copied_bytes), ("map", 0));
+    assert_eq!((lease.kind.as_str(), lease.copied_bytes), ("memfd", 0));
 
     let mappings = memfd_mappings(ready.pids.draft.unwrap());
     let weights =

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use eyrie_draft::SharedSource;
 use eyrie_kernels::{Activations, Processor};
+use eyrie_region::RegionKind;
 use eyrie_wire::Address;
 
 /// Serve DeepSeek and Kimi models with lossless EAGLE-3 speculative decoding.
@@ -287,6 +288,11 @@ pub(crate) struct TargetArgs {
     /// Bytes of aux rows kept for drafts that come back or lack what the prefix cache holds
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
     pub(crate) aux_cache_bytes: u64,
+    /// How GPU memory is shared with drafts: cuda_vmm (by descriptor, read-only there) or cuda_ipc (by handle, for hosts
+    /// that cannot pass device memory by descriptor; writable there, so a draft needs --allow-writable-ipc)
+    /// [default: cuda_vmm]
+    #[arg(long, value_name = "KIND")]
+    pub(crate) share: Option<RegionKind>,
     #[command(flatten)]
     pub(crate) service: ServiceArgs,
 }

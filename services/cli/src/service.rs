@@ -29,6 +29,7 @@ pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
         activations: args.compute.activations,
         aux_cache_bytes: args.aux_cache_bytes,
         capture: args.aux_layers,
+        sharing: args.share,
         drain_grace: drain_grace(&args.service),
         isa: Some(Isa::from_env().context("EYRIE_ISA")?),
         ..defaults

@@ -74,8 +74,8 @@ fn target_lease((address, standing): (Address, Standing)) -> TargetLease {
             told.kind = "copy".to_owned();
             told.copied_bytes = *bytes;
         }
-        Memory::Mapped { region, bytes, .. } => {
-            told.kind = "map".to_owned();
+        Memory::Mapped { region, bytes, kind } => {
+            told.kind = kind.to_string();
             // A head that owns both tables lets the mapping go.
             if let Some(region) = region.upgrade() {
                 told.mapped_bytes = *bytes;

@@ -105,7 +105,7 @@ async fn the_embedding_is_mapped_and_not_copied() {
     let config = std::fs::read_to_string(common::demo("mini").join("config.json")).unwrap();
     let config: serde_json::Value = serde_json::from_str(&config).unwrap();
     let embed = config["vocab_size"].as_u64().unwrap() * config["hidden_size"].as_u64().unwrap() * 2;
-    assert_eq!((lease.kind.as_str(), lease.copied_bytes, lease.sequences), ("map", 0, 1));
+    assert_eq!((lease.kind.as_str(), lease.copied_bytes, lease.sequences), ("memfd", 0, 1));
     assert!(lease.mapped_bytes >= 2 * embed, "embedding and head: {card:?}");
     assert_eq!(lease.mapped_private_dirty, 0);
     let file = std::fs::metadata(common::demo("mini-eagle3").join("model.safetensors")).unwrap().len();

@@ -122,7 +122,7 @@ fn start(fault: Fault) -> (Service, Ended) {
     let Setup { state, service, request, mailbox } = set_up();
     let loaded = load(request, &mut |_| {}).unwrap();
     let engine = loaded.engine.with_model(|model| Box::new(Faulty { model, fault }));
-    let copies = Copies::of(&loaded.exports).unwrap();
+    let copies = Copies::of(&loaded.exports);
     state.loaded(loaded.exports, copies, loaded.formats, loaded.fingerprint);
     let thread = std::thread::spawn(move || step_until_stopped(&state, engine, &mailbox));
     (service, thread)

@@ -2,6 +2,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use eyrie_kernels::{Activations, Isa, Processor};
+use eyrie_region::RegionKind;
 use eyrie_wire::{Address, MAX_VERIFY_ROWS};
 
 use crate::TargetError;
@@ -38,6 +39,8 @@ pub struct TargetOptions {
     pub processor: Processor,
     /// Numbers of activations and KV cache; default: the processor's usual ones.
     pub activations: Option<Activations>,
+    /// How a GPU's memory is shared with drafts, `cuda_vmm` (default) or `cuda_ipc`.
+    pub sharing: Option<RegionKind>,
     /// Folder for the socket that hands out descriptors when `listen` is TCP; default: `XDG_RUNTIME_DIR`, else the
     /// temporary folder.
     pub runtime_dir: Option<PathBuf>,
@@ -63,6 +66,7 @@ impl TargetOptions {
             isa: None,
             processor: Processor::Cpu,
             activations: None,
+            sharing: None,
             runtime_dir: None,
             drain_grace: Duration::from_secs(30),
         }

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use eyrie_checkpoint::TargetConfig;
 use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_model::LatentCache;
-use eyrie_region::RingGeometry;
+use eyrie_region::{DeviceRingGeometry, RegionKind, RingGeometry};
 
 use crate::engine::{PAGE_ROWS, SLOT_ROWS};
 use crate::options::{TargetOptions, refuse};
@@ -25,6 +25,8 @@ pub(crate) struct Plan {
     pub(crate) isa: Option<Isa>,
     pub(crate) processor: Processor,
     pub(crate) activations: Activations,
+    /// How memory is shared with drafts.
+    pub(crate) sharing: RegionKind,
     pub(crate) vocab: u32,
     pub(crate) context: u32,
     /// Whole pages.
@@ -49,20 +51,22 @@ impl Plan {
             None => default_capture(config.num_hidden_layers),
         };
         let aux_width = (capture.len() * config.hidden_size) as u32;
+        let activations = options.activations.unwrap_or(options.processor.usual());
         Ok(Self {
             threads: options
                 .threads
                 .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, NonZeroUsize::get)),
             isa: options.isa,
             processor: options.processor,
-            activations: options.activations.unwrap_or(options.processor.usual()),
+            activations,
+            sharing: sharing(options)?,
             vocab: config.vocab_size as u32,
             context: context(options, config)?,
             kv_tokens: options.kv_tokens.next_multiple_of(PAGE_ROWS),
             prefix_cache_bytes: options.prefix_cache_bytes,
             max_sequences: options.max_sequences,
             prefill_chunk: options.prefill_chunk,
-            ring_slots: if capture.is_empty() { 0 } else { ring_slots(options, aux_width)? },
+            ring_slots: if capture.is_empty() { 0 } else { ring_slots(options, aux_width, activations)? },
             capture,
             aux_width,
             aux_cache_bytes: options.aux_cache_bytes,
@@ -121,9 +125,27 @@ fn checked_capture(ids: &[u32], layers: usize) -> Result<Vec<u32>, TargetError> 
     }
 }
 
-fn ring_slots(options: &TargetOptions, row_width: u32) -> Result<u32, TargetError> {
+fn sharing(options: &TargetOptions) -> Result<RegionKind, TargetError> {
+    match (options.processor, options.sharing) {
+        (Processor::Cpu, None) => Ok(RegionKind::Memfd),
+        (Processor::Cpu, Some(kind)) => Err(refuse("share", "left out without --device cuda", kind)),
+        (Processor::Cuda(_), None) => Ok(RegionKind::CudaVmm),
+        (Processor::Cuda(_), Some(kind)) if kind.is_on_device() => Ok(kind),
+        (Processor::Cuda(_), Some(kind)) => Err(refuse("share", "cuda_vmm or cuda_ipc", kind)),
+    }
+}
+
+fn ring_slots(options: &TargetOptions, row_width: u32, activations: Activations) -> Result<u32, TargetError> {
     let least = (RING_CHUNKS * options.prefill_chunk).div_ceil(SLOT_ROWS as usize);
-    let bytes = |slots: u32| RingGeometry { slots, slot_rows: SLOT_ROWS, row_width }.byte_len();
+    let bytes = |slots: u32| {
+        let ring = RingGeometry { slots, slot_rows: SLOT_ROWS, row_width };
+        match options.processor {
+            Processor::Cpu => ring.byte_len(),
+            Processor::Cuda(_) => {
+                DeviceRingGeometry { ring, value_bytes: activations.size() as u32 }.payload_len()
+            }
+        }
+    };
     let Some(limit) = options.ring_bytes else {
         return Ok(least.max(RING_ROUNDS * options.max_sequences) as u32);
     };
@@ -173,6 +195,11 @@ mod tests {
             let line = Plan::new(&options, &config()).unwrap_err().to_string();
             assert!(parts.iter().all(|part| line.contains(part)), "{line}");
         }
+        let shared = TargetOptions { sharing: Some(RegionKind::CudaIpc), ..options() };
+        assert_eq!(
+            Plan::new(&shared, &config()).unwrap_err().to_string(),
+            "option share must be left out without --device cuda, given cuda_ipc"
+        );
         let none = TargetOptions { capture: Some(vec![]), ring_bytes: Some(1), ..options() };
         assert_eq!(Plan::new(&none, &config()).unwrap().ring_slots, 0);
     }
@@ -188,6 +215,16 @@ mod tests {
             plan.check_memory(&config(), 128 * token - 1).unwrap_err().to_string(),
             "option kv-tokens must be at most 127: a token needs 5120 bytes, 655359 are available, given 128"
         );
+    }
+
+    #[test]
+    fn a_gpu_shares_its_memory_by_descriptor_unless_told_otherwise() {
+        let on_gpu = TargetOptions { processor: Processor::Cuda(0), ..options() };
+        let sharing = |sharing| Plan::new(&TargetOptions { sharing, ..on_gpu.clone() }, &config());
+        assert_eq!(sharing(None).unwrap().sharing, RegionKind::CudaVmm);
+        assert_eq!(sharing(Some(RegionKind::CudaIpc)).unwrap().sharing, RegionKind::CudaIpc);
+        let error = sharing(Some(RegionKind::Memfd)).unwrap_err().to_string();
+        assert_eq!(error, "option share must be cuda_vmm or cuda_ipc, given memfd");
     }
 
     #[test]

@@ -136,7 +136,7 @@ fn work(
     state.importers.await_former();
     let outcome = guarded(|| {
         let loaded = load(request, &mut |progress| state.progress(progress))?;
-        let copies = Copies::of(&loaded.exports)?;
+        let copies = Copies::of(&loaded.exports);
         Ok((loaded, copies))
     });
     let outcome = outcome.inspect_err(|error| state.failed(error.to_string()));

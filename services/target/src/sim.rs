@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use eyrie_checkpoint::TargetCheckpoint;
+use eyrie_kernels::{Backend, Cpu, CpuOptions, Isa};
 use eyrie_model::TargetModel;
 use eyrie_region::{Epoch, RingError, RingReader};
 use eyrie_service::Drain;
@@ -73,8 +74,10 @@ pub fn boot(boot: Boot<'_>) -> Result<(Target, Front), TargetError> {
     let state = Arc::new(State::new(checkpoint, plan.clone(), files, epoch, none, Weak::new()));
     let (sender, mailbox) = mailbox();
     let drain = Drain::new();
-    let (engine, exports) = assemble(model, &plan, epoch, Arc::clone(&state.gauges), drain.clone())?;
-    let copies = Copies::of(&exports)?;
+    let backend = Backend::from(Cpu::new(CpuOptions { threads: 1, isa: Isa::best() })?);
+    let gauges = Arc::clone(&state.gauges);
+    let (engine, exports) = assemble(model, &backend, &plan, epoch, gauges, drain.clone())?;
+    let copies = Copies::of(&exports);
     state.loaded(exports, copies, String::new(), fingerprint.to_owned());
     let service = Service::new(Arc::clone(&state), sender, drain.clone(), Duration::ZERO);
     Ok((Target { engine, mailbox }, Front { state, service, drain }))

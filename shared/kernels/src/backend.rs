@@ -1,14 +1,14 @@
 //! Where kernels compute.
 
 use candle_core::{Device, Tensor};
+use eyrie_region::{DeviceRows, Stream};
 
 use crate::cpu::{Cpu, CpuOptions};
 #[cfg(feature = "cuda")]
 use crate::cuda::{Cuda, CudaOptions};
 use crate::device::{Activations, Processor};
-#[cfg(not(feature = "cuda"))]
-use crate::error::KernelError;
-use crate::error::{Result, limit};
+use crate::error::{KernelError, Result, limit};
+use crate::tensor::first_not_finite;
 
 /// Where kernels compute. Weights, caches and activations are made for one backend and stay on it.
 #[derive(Debug, Clone)]
@@ -54,6 +54,79 @@ impl Backend {
             Self::Cpu(_) => &Device::Cpu,
             #[cfg(feature = "cuda")]
             Self::Cuda(cuda) => cuda.device(),
+        }
+    }
+
+    /// Where this backend computes.
+    pub fn processor(&self) -> Processor {
+        match self {
+            Self::Cpu(_) => Processor::Cpu,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => Processor::Cuda(cuda.ordinal()),
+        }
+    }
+
+    /// Numbers of this backend's activations.
+    pub fn numbers(&self) -> Activations {
+        match self {
+            Self::Cpu(_) => Activations::F32,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => cuda.numbers(),
+        }
+    }
+
+    /// The queue that this backend computes on, for copies that are to come in its order; none on the CPU.
+    ///
+    /// # Errors
+    /// The driver's answer.
+    pub fn stream(&self) -> Result<Option<Stream>> {
+        match self {
+            Self::Cpu(_) => Ok(None),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => cuda.queue().map(Some),
+        }
+    }
+
+    /// `x` where it lies, for copies within the device in the order of [`stream`](Self::stream).
+    ///
+    /// # Errors
+    /// A tensor that does not lie on this backend's GPU.
+    pub fn device_rows<'a>(&self, x: &'a Tensor) -> Result<DeviceRows<'a>> {
+        match self {
+            Self::Cpu(_) => {
+                let _ = x;
+                Err(KernelError::Mixed { op: "device_rows" })
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => cuda.device_rows(x),
+        }
+    }
+
+    /// A copy of device memory in this backend's activations, `[rows, width]`, made in the order of
+    /// [`stream`](Self::stream). `stored` are the numbers that the rows consist of.
+    ///
+    /// # Errors
+    /// A backend without a GPU, or memory that cannot be had.
+    pub fn take_in(&self, rows: DeviceRows<'_>, stored: Activations) -> Result<Tensor> {
+        match self {
+            Self::Cpu(_) => {
+                let _ = (rows, stored);
+                Err(KernelError::Mixed { op: "take_in" })
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => cuda.take_in(rows, stored),
+        }
+    }
+
+    /// The first row of `x` `[rows, width]` that has a value which is no finite number.
+    ///
+    /// # Errors
+    /// A tensor that lies elsewhere.
+    pub fn first_not_finite(&self, x: &Tensor) -> Result<Option<usize>> {
+        match self {
+            Self::Cpu(_) => first_not_finite(x),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => cuda.first_not_finite(x),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Between candle tensors and slices: every op takes contiguous f32 rows on the CPU.
 
-use candle_core::{CpuStorage, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, Layout, Shape, Storage, Tensor};
 
 use crate::error::{KernelError, Result, shape};
 
@@ -27,6 +27,16 @@ pub(crate) fn row_count(op: &'static str, what: &'static str, x: &Tensor, width:
         [rows, got] if *got == width => Ok(*rows),
         got => Err(shape(op, what, got, format!("[rows, {width}]"))),
     }
+}
+
+/// The first row of a `[rows, width]` tensor in host memory that has a value which is no finite number.
+pub(crate) fn first_not_finite(x: &Tensor) -> Result<Option<usize>> {
+    const OP: &str = "first_not_finite";
+    let (_, width) = x.dims2()?;
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { return Err(KernelError::Mixed { op: OP }) };
+    let values = operand(OP, storage, layout)?;
+    Ok(values.iter().position(|value| !value.is_finite()).map(|at| at / width))
 }
 
 /// Passes a kernel error through an op's candle result.

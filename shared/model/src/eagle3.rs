@@ -88,6 +88,11 @@ struct DraftLayer {
 }
 
 impl HeadWeights {
+    /// Where they were loaded to.
+    pub fn backend(&self) -> &Backend {
+        &self.backend
+    }
+
     /// Packs what the draft's files hold.
     pub fn load(checkpoint: &DraftCheckpoint, backend: &Backend) -> Result<Self> {
         let config = checkpoint.config().clone();

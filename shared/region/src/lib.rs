@@ -23,8 +23,8 @@ mod ring;
 mod usage;
 
 pub use cuda::{
-    CudaError, DeviceBuffer, Gpu, GpuUuid, ImportedIpc, ImportedVmm, InvalidUuid, Ipc, IpcBuilder, IpcHandle,
-    Stream, Vmm, VmmBuilder,
+    CudaError, DeviceBlock, DeviceBuffer, DeviceRows, Gpu, GpuUuid, ImportedIpc, ImportedVmm, InvalidUuid,
+    Ipc, IpcBuilder, IpcHandle, Stream, Vmm, VmmBuilder,
 };
 pub use door::{DoorError, FdDoor, SocketFile, Token};
 pub use epoch::Epoch;
@@ -41,7 +41,7 @@ pub use memory::{available_memory, check_memory, share_heap, trim_heap};
 pub use region::{ALIGN, DeviceSpan, Region, RegionKind, UnknownKind, align_up};
 pub use resident::Resident;
 pub use ring::{
-    DeviceRingGeometry, DeviceRingReader, DeviceRingWriter, DeviceRows, ImportedPayload, RingError,
-    RingGeometry, RingMemory, RingPayload, RingReader, RingWriter, SlotPart, SlotRef,
+    DeviceRingGeometry, DeviceRingReader, DeviceRingWriter, ImportedPayload, RingError, RingGeometry,
+    RingMemory, RingPayload, RingReader, RingWriter, SlotPart, SlotRef,
 };
 pub use usage::{MappingUsage, mapping_usage};

@@ -11,8 +11,8 @@ use std::sync::atomic;
 
 use self::block::{Block, Cursor, Layout};
 pub use self::device::{
-    DeviceRingGeometry, DeviceRingReader, DeviceRingWriter, DeviceRows, ImportedPayload, RingMemory,
-    RingPayload, SlotPart,
+    DeviceRingGeometry, DeviceRingReader, DeviceRingWriter, ImportedPayload, RingMemory, RingPayload,
+    SlotPart,
 };
 use self::seqlock::Seqlock;
 use crate::{Epoch, RegionError};
@@ -89,6 +89,14 @@ pub enum RingError {
         slot_rows: u32,
         /// Rows given.
         rows: u32,
+    },
+    /// Rows on a device of another width.
+    #[error("rows of the ring have {expected} bytes, given rows of {given}")]
+    RowBytes {
+        /// Bytes of the ring's rows.
+        expected: u64,
+        /// Bytes of the rows given.
+        given: u64,
     },
     /// More publications at once than there are slots: the last would overwrite the first.
     #[error("a batch must be at most {limit} publications, given {given}")]

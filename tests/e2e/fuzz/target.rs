@@ -110,7 +110,9 @@ async fn small(peer: &Peer, wild: &mut Wild) {
     let slots =
         vec![RingSlot { slot: wild.number(1), generation: wild.bits() }; wild.pick(&[0, 1, 1024, 1025])];
     let (protocol_version, epoch) = (wild.number(PROTOCOL_VERSION), wild.bits());
-    let lease = LeaseFrame { protocol_version, holder, pid: wild.number(9), remote: wild.once_in(2) };
+    let kinds = wild.pick(&[vec![], vec!["memfd"], vec!["cuda_vmm", "two\nlines"]]);
+    let kinds = kinds.into_iter().map(str::to_owned).collect();
+    let lease = LeaseFrame { protocol_version, holder, pid: wild.number(9), remote: wild.once_in(2), kinds };
     let (method, mut message) = match wild.below(7) {
         0 => ("Describe", Vec::new()),
         1 => ("Load", Vec::new()),

@@ -6,8 +6,12 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use eyrie_checkpoint::AuxIds;
+use eyrie_kernels::{Activations, Backend, KernelError, Processor};
 use eyrie_model::{CaptureSet, Eagle3Head, HeadWeights, ModelError, SharedWeights};
-use eyrie_region::{DoorError, FdDoor, Grant, Import, RingError, RingReader, Token};
+use eyrie_region::{
+    DeviceRingReader, DoorError, FdDoor, Grant, Import, ImportedRing, RegionKind, RingError, RingReader,
+    Token,
+};
 use eyrie_wire::v1::LeaseGrant;
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::{GrantMessageError, grant_from_wire};
@@ -16,7 +20,7 @@ use tonic::transport::Channel;
 
 use super::copy::{CopyError, CopyStore};
 use crate::SharedSource;
-use crate::engine::{Attachment, FeatureSource};
+use crate::engine::{Attachment, DEVICE_ROOM, DeviceRing, FeatureSource};
 use crate::inline::RowReader;
 use crate::state::Memory;
 
@@ -47,6 +51,8 @@ pub(crate) enum ImportError {
     Ring(#[from] RingError),
     #[error(transparent)]
     Copy(#[from] CopyError),
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("loading the head failed: {0}")]
@@ -105,8 +111,8 @@ impl Importing {
         let granted = grant_from_wire(&grant)?;
         let obtained = match &self.source {
             SharedSource::Map => {
-                let (grant, allowed) = (grant.clone(), self.allow_writable_ipc);
-                tokio::task::spawn_blocking(move || map(&grant, &granted, allowed)).await??
+                let (grant, importing) = (grant.clone(), Arc::clone(self));
+                tokio::task::spawn_blocking(move || importing.map(&grant, &granted)).await??
             }
             SharedSource::Target => {
                 let shared = self.copies.read(&mut TargetClient::new(channel.clone()), &granted).await?;
@@ -124,6 +130,29 @@ impl Importing {
             false => importing.bind(place, &grant, &aux, obtained),
         };
         tokio::task::spawn_blocking(bind).await?
+    }
+
+    /// Kinds of memory that this draft maps, for the lease.
+    pub(super) fn kinds(&self) -> Vec<String> {
+        let kinds: &[RegionKind] = match (self.head.backend().processor(), self.allow_writable_ipc) {
+            (Processor::Cpu, _) => &[RegionKind::Memfd],
+            (Processor::Cuda(_), false) => &[RegionKind::CudaVmm],
+            (Processor::Cuda(_), true) => &[RegionKind::CudaVmm, RegionKind::CudaIpc],
+        };
+        kinds.iter().map(RegionKind::to_string).collect()
+    }
+
+    /// Fetches the descriptors of `grant`, maps and verifies them. Blocking.
+    fn map(&self, grant: &LeaseGrant, granted: &Grant) -> Result<Obtained, ImportError> {
+        let token = Token::try_from(grant.token.as_ref())
+            .map_err(|_| ImportError::Token { given: grant.token.len() })?;
+        let fds = FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?;
+        let Import { region, ring } = granted.import(fds, self.allow_writable_ipc)?;
+        let features = mapped_rows(self.head.backend(), ring.ok_or(ImportError::NoRing)?, granted)?;
+        let (kind, bytes) = (granted.kind, granted.bytes);
+        let memory = Memory::Mapped { region: Arc::downgrade(&region), kind, bytes };
+        let shared = SharedWeights::import(region, granted, granted.epoch)?;
+        Ok(Obtained { shared, memory, features, rows: None })
     }
 
     fn bind(
@@ -151,22 +180,20 @@ impl Importing {
     }
 }
 
-/// Fetches the descriptors of `grant`, maps and verifies them. Blocking.
-fn map(grant: &LeaseGrant, granted: &Grant, allow_writable_ipc: bool) -> Result<Obtained, ImportError> {
-    let token =
-        Token::try_from(grant.token.as_ref()).map_err(|_| ImportError::Token { given: grant.token.len() })?;
-    let geometry = granted.ring.ok_or(ImportError::NoRing)?;
-    let fds = FdDoor::fetch(Path::new(&grant.door), &token, DOOR_TIMEOUT)?;
-    let Import { region, ring } = granted.import(fds, allow_writable_ipc)?;
-    let ring = ring.ok_or(ImportError::NoRing)?;
-    if ring.payload.is_some() {
-        return Err(ImportError::RowsOnDevice);
-    }
-    let ring = RingReader::open(ring.fd, geometry, granted.epoch)?;
-    let (kind, bytes) = (granted.kind, granted.bytes);
-    let memory = Memory::Mapped { region: Arc::downgrade(&region), kind, bytes };
-    let shared = SharedWeights::import(region, granted, granted.epoch)?;
-    Ok(Obtained { shared, memory, features: FeatureSource::Ring(ring), rows: None })
+/// Where rows of `ring` are read: on the GPU that `backend` computes on, if they lie on one.
+fn mapped_rows(backend: &Backend, ring: ImportedRing, granted: &Grant) -> Result<FeatureSource, ImportError> {
+    let ImportedRing { fd, payload } = ring;
+    let Some((geometry, payload)) = payload else {
+        let geometry = granted.ring.ok_or(ImportError::NoRing)?;
+        return Ok(FeatureSource::Ring(RingReader::open(fd, geometry, granted.epoch)?));
+    };
+    let stream = backend.stream()?.ok_or(ImportError::RowsOnDevice)?;
+    let numbers = match geometry.value_bytes {
+        2 => Activations::Bf16,
+        _ => Activations::F32,
+    };
+    let reader = DeviceRingReader::open(fd, payload, geometry, granted.epoch, DEVICE_ROOM, stream)?;
+    Ok(FeatureSource::Device(DeviceRing { reader, numbers }))
 }
 
 fn copied(shared: SharedWeights, channel: Channel, granted: &Grant) -> Result<Obtained, ImportError> {

@@ -146,6 +146,7 @@ impl Attacher {
             holder: HOLDER.to_owned(),
             pid: std::process::id(),
             remote: self.all.importing.source != SharedSource::Map,
+            kinds: self.all.importing.kinds(),
         };
         // A fresh channel of one place takes one frame.
         let _ = frames.try_send(frame);

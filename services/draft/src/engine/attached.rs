@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use eyrie_model::{DraftCache, Eagle3Head};
+use eyrie_model::{Aux, DraftCache, Eagle3Head};
 use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::{ItemError, Need, Proposal, Propose};
 use eyrie_wire::{Reason, item_error};
@@ -171,8 +171,7 @@ impl Attached {
         let answer = self.prepare(&mut sequence, &propose, wanted);
         match answer {
             Ok(Prepared::Rows(rows)) => {
-                let width = self.features.row_width();
-                let job = Job::new(origin.clone(), propose.base_len, wanted, sequence, rows, width);
+                let job = Job::new(origin.clone(), propose.base_len, wanted, sequence, rows);
                 Ok(Begun::Job(job))
             }
             Ok(Prepared::Answer(body)) => {
@@ -219,17 +218,16 @@ impl Attached {
         }
         self.store.cut(sequence, keep);
         let built = sequence.built();
-        let mut rows = collect(&propose.features, built, base_len, &self.features)?;
-        let width = self.features.row_width();
-        let end = built + (rows.len() / width) as u32;
+        let mut rows = collect(&propose.features, built, base_len, &mut self.features, self.head.backend())?;
+        let end = built + rows.as_ref().map_or(0, |rows| rows.rows() as u32);
         if end > built && sequence.slot_tokens(built, end).is_none() {
-            rows.clear();
+            rows = None;
         }
-        if rows.is_empty() && built < base_len {
+        if rows.is_none() && built < base_len {
             return Ok(Prepared::Answer(Body::Need(Need { from: built })));
         }
         // A sequence that starts at `base_len` has no slot to draft from.
-        if rows.is_empty() && (wanted == Wanted::Nothing || sequence.tip.is_none()) {
+        if rows.is_none() && (wanted == Wanted::Nothing || sequence.tip.is_none()) {
             let nothing = Proposal { base_len, ..Default::default() };
             return Ok(Prepared::Answer(Body::Proposal(nothing)));
         }
@@ -259,6 +257,6 @@ enum Begun {
 }
 
 enum Prepared {
-    Rows(Vec<f32>),
+    Rows(Option<Aux>),
     Answer(Body),
 }

@@ -1,5 +1,6 @@
 //! A `Propose` on its way through the engine, and the answers of a step by stream.
 
+use eyrie_model::{Aux, ModelError};
 use eyrie_wire::v1::DraftOut;
 use eyrie_wire::v1::draft_out::Body;
 
@@ -27,10 +28,8 @@ pub(super) struct Job {
     pub(super) base_len: u32,
     pub(super) wanted: Wanted,
     pub(super) sequence: Sequence,
-    /// Values a captured row.
-    pub(super) row_width: usize,
-    /// Captured rows from the sequence's first unbuilt position on, and how many values of them were taken.
-    rows: Vec<f32>,
+    /// Captured rows from the sequence's first unbuilt position on, and how many of them were taken.
+    rows: Option<Aux>,
     taken: usize,
 }
 
@@ -40,22 +39,21 @@ impl Job {
         base_len: u32,
         wanted: Wanted,
         sequence: Sequence,
-        rows: Vec<f32>,
-        row_width: usize,
+        rows: Option<Aux>,
     ) -> Self {
-        Self { origin, base_len, wanted, sequence, row_width, rows, taken: 0 }
+        Self { origin, base_len, wanted, sequence, rows, taken: 0 }
     }
 
     /// Captured rows that no slot was built from yet.
     pub(super) fn rows_left(&self) -> usize {
-        (self.rows.len() - self.taken) / self.row_width
+        self.rows.as_ref().map_or(0, |rows| rows.rows() - self.taken)
     }
 
-    /// The next `rows` captured rows, at most [`Job::rows_left`].
-    pub(super) fn take_rows(&mut self, rows: usize) -> &[f32] {
+    /// The next `rows` captured rows, at most [`Job::rows_left`]; `None` for none.
+    pub(super) fn take_rows(&mut self, rows: usize) -> Result<Option<Aux>, ModelError> {
         let start = self.taken;
-        self.taken += rows * self.row_width;
-        &self.rows[start..self.taken]
+        self.taken += rows;
+        self.rows.as_ref().filter(|_| rows > 0).map(|all| all.slice(start..self.taken)).transpose()
     }
 
     /// The first position without a slot, when one below `base_len` is missing.

@@ -24,7 +24,7 @@ use eyrie_wire::{Reason, item_error};
 use tokio::sync::{mpsc, oneshot};
 
 use self::attached::{Attached, Work};
-pub(crate) use self::features::FeatureSource;
+pub(crate) use self::features::{DEVICE_ROOM, DeviceRing, FeatureSource};
 use self::job::{Origin, Outbox};
 pub(crate) use self::mailbox::{Command, Frame, Replies, StreamId};
 use self::sequence::SeqKey;

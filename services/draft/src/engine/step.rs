@@ -113,18 +113,19 @@ impl Step<'_> {
     /// Fuses the rows that each job takes in now; a job that has all of its slots runs its last one again.
     fn parts(&mut self, jobs: &mut [Job]) -> Result<Vec<Part>, EngineError> {
         let share = self.pace.share(jobs.len());
-        let mut aux = Vec::new();
+        let mut aux = Vec::with_capacity(jobs.len());
         let mut counts = Vec::with_capacity(jobs.len());
-        let mut width = 0;
         for job in jobs.iter_mut() {
             let rows = job.rows_left().min(share);
-            width = job.row_width;
-            aux.extend_from_slice(job.take_rows(rows));
+            aux.extend(job.take_rows(rows)?);
             counts.push(rows);
         }
         let fused = match aux.is_empty() {
             true => None,
-            false => Some(self.head.fuse(&Aux::from_rows(self.head.backend(), aux, width)?)?),
+            false => {
+                let aux: Vec<&Aux> = aux.iter().collect();
+                Some(self.head.fuse(&Aux::concat(self.head.backend(), &aux)?)?)
+            }
         };
         let mut next = 0;
         let mut parts = Vec::with_capacity(jobs.len());

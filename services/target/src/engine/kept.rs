@@ -8,14 +8,16 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use eyrie_model::{PageAllocator, SeqTable};
-use eyrie_region::{RegionError, check_memory};
+use eyrie_region::RegionError;
 
+use super::rows::{RowBlock, RowMemory, RowSlice};
 use super::sequence::Key;
+use crate::TargetError;
 
-/// A sequence's reference to rows of consecutive positions, row-major.
+/// A sequence's reference to rows of consecutive positions.
 #[derive(Debug, Default)]
 struct Block {
-    rows: Arc<Vec<f32>>,
+    rows: Arc<RowBlock>,
     /// The KV page whose rows they were when it became known.
     page: Option<u32>,
 }
@@ -24,7 +26,7 @@ struct Block {
 /// the end before the beginning, then the oldest rows of the longest sequence that has them alone.
 #[derive(Debug)]
 pub(super) struct Kept {
-    width: usize,
+    memory: RowMemory,
     page_rows: usize,
     limit: u64,
     sequences: BTreeMap<Key, Rows>,
@@ -33,7 +35,7 @@ pub(super) struct Kept {
     unused: BTreeMap<u64, u32>,
     /// Blocks in use, and the memory of those that were.
     blocks: usize,
-    spare: Vec<Vec<f32>>,
+    spare: Vec<RowBlock>,
     clock: u64,
     /// What [`PageAllocator::given_up`] was when blocks of pages were dropped last.
     swept: u64,
@@ -54,14 +56,12 @@ struct PageRows {
     generation: u64,
     /// Its place in `unused` while no sequence refers to them.
     unused: Option<u64>,
-    rows: Arc<Vec<f32>>,
+    rows: Arc<RowBlock>,
 }
 
 /// Sizes of what is kept.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct KeptSizes {
-    /// Values a row.
-    pub(crate) width: usize,
     /// Slots of a KV page.
     pub(crate) page_rows: usize,
     /// KV pages, and sequences that may hold some.
@@ -72,40 +72,30 @@ pub(crate) struct KeptSizes {
 }
 
 impl Kept {
-    /// Takes the memory for the blocks of every KV page, and of the page that each sequence is filling, as far as the limit
-    /// goes: a target that has served for long needs no more than one that has just begun to.
+    /// Takes `memory` for the blocks of every KV page, and of the page that each sequence is filling, as far as the limit
+    /// goes: a target that has served for long needs no more than one that has just begun to. Rows of sequences that had to
+    /// give up their pages may need more.
     ///
     /// # Errors
-    /// [`RegionError::OutOfMemory`] for more than there is.
-    pub(super) fn new(sizes: KeptSizes) -> Result<Self, RegionError> {
-        let KeptSizes { width, page_rows, pages, sequences, limit } = sizes;
-        let block_bytes = (page_rows * width * size_of::<f32>()) as u64;
+    /// [`RegionError::OutOfMemory`] and its like for more than there is.
+    pub(super) fn new(memory: RowMemory, sizes: KeptSizes) -> Result<Self, RegionError> {
+        let KeptSizes { page_rows, pages, sequences, limit } = sizes;
+        let block_bytes = page_rows as u64 * memory.row_bytes();
         let blocks = (limit / block_bytes.max(1)).min((pages + sequences) as u64);
-        check_memory("feature cache", blocks * block_bytes)?;
-        let taken = |_| {
-            // Written once, so that there is memory behind it.
-            let mut block = vec![1.0; page_rows * width];
-            block.clear();
-            block
-        };
+        let spare = memory.take(blocks, page_rows)?;
         Ok(Self {
-            width,
+            memory,
             page_rows,
             limit,
             sequences: BTreeMap::new(),
             pages: BTreeMap::new(),
             unused: BTreeMap::new(),
             blocks: 0,
-            spare: (0..blocks).map(taken).collect(),
+            spare,
             clock: 0,
             swept: 0,
             rows_let_go: 0,
         })
-    }
-
-    /// Values a row.
-    pub(super) fn width(&self) -> usize {
-        self.width
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -123,44 +113,82 @@ impl Kept {
     }
 
     /// Keeps `rows`, the first of which belongs to position `first` of `key`.
-    pub(super) fn append(&mut self, key: Key, first: u32, mut rows: &[f32]) {
-        let mut kept = self.sequences.remove(&key).unwrap_or_default();
-        if kept.end != first || kept.blocks.is_empty() {
-            kept.blocks.drain(..).rev().for_each(|block| self.release(block));
-            (kept.first, kept.end) = (first, first);
+    ///
+    /// # Errors
+    /// Memory that cannot be had or written.
+    pub(super) fn append(&mut self, key: Key, first: u32, rows: RowSlice<'_>) -> Result<(), TargetError> {
+        if self.sequences.get(&key).is_none_or(|kept| kept.end != first || kept.blocks.is_empty()) {
+            self.forget(key);
+            self.sequences.insert(key, Rows { first, end: first, blocks: VecDeque::new() });
         }
-        while !rows.is_empty() {
-            let room = self.page_rows - kept.end as usize % self.page_rows;
-            if room == self.page_rows || kept.blocks.is_empty() {
-                kept.blocks.push_back(self.allocate());
+        let mut taken = 0;
+        while taken < rows.rows() {
+            let room = self.room(key)?;
+            let part = rows.slice(taken..rows.rows().min(taken + room));
+            let Some(kept) = self.sequences.get_mut(&key) else { break };
+            match kept.blocks.back_mut() {
+                Some(block) => {
+                    let filling = Arc::get_mut(&mut block.rows);
+                    let filling = filling.ok_or_else(|| {
+                        TargetError::Engine(
+                            "a block of feature rows that is being filled is shared".to_owned(),
+                        )
+                    })?;
+                    self.memory.extend(filling, part)?;
+                }
+                // Not even one block may stay.
+                None => {
+                    kept.first += part.rows() as u32;
+                    self.rows_let_go += part.rows() as u64;
+                }
             }
-            let (now, later) = rows.split_at((room * self.width).min(rows.len()));
-            if let Some(block) = kept.blocks.back_mut() {
-                // Only full blocks are shared, so nothing is copied.
-                Arc::make_mut(&mut block.rows).extend_from_slice(now);
-            }
-            kept.end += (now.len() / self.width) as u32;
-            rows = later;
+            kept.end += part.rows() as u32;
+            taken += part.rows();
         }
-        self.sequences.insert(key, kept);
-        self.trim();
+        Ok(())
     }
 
-    /// The first position kept of `key` (`None` without any), where the copy starts, and up to `most` rows of `from..to`.
-    pub(super) fn read(&self, key: Key, from: u32, to: u32, most: u32) -> (Option<u32>, u32, Vec<f32>) {
+    /// Rows that the last block of `key` has room for, behind a new one where it is full.
+    fn room(&mut self, key: Key) -> Result<usize, RegionError> {
+        let Some(kept) = self.sequences.get(&key) else { return Ok(self.page_rows) };
+        let room = self.page_rows - kept.end as usize % self.page_rows;
+        if room == self.page_rows || kept.blocks.is_empty() {
+            let block = self.allocate()?;
+            if let Some(kept) = self.sequences.get_mut(&key) {
+                kept.blocks.push_back(block);
+            }
+            self.trim();
+        }
+        Ok(room)
+    }
+
+    /// The first position kept of `key` (`None` without any), where the rows start, and up to `most` rows of `from..to`.
+    ///
+    /// # Errors
+    /// As [`RowMemory::rows`].
+    pub(super) fn read(
+        &self,
+        key: Key,
+        from: u32,
+        to: u32,
+        most: u32,
+    ) -> Result<(Option<u32>, u32, Vec<RowSlice<'_>>), RegionError> {
         let Some(rows) = self.sequences.get(&key).filter(|rows| !rows.blocks.is_empty()) else {
-            return (None, to, Vec::new());
+            return Ok((None, to, Vec::new()));
         };
         let start = from.max(rows.first);
-        let wanted = to.saturating_sub(start).min(most) as usize * self.width;
-        let mut skip = (start - rows.first) as usize * self.width;
-        let mut values = Vec::with_capacity(wanted);
+        let mut wanted = to.saturating_sub(start).min(most) as usize;
+        let mut skip = (start - rows.first) as usize;
+        let mut parts = Vec::new();
         for block in &rows.blocks {
-            let part = &block.rows[skip.min(block.rows.len())..];
-            skip = skip.saturating_sub(block.rows.len());
-            values.extend_from_slice(&part[..part.len().min(wanted - values.len())]);
+            let part = self.memory.rows(&block.rows, skip..skip + wanted)?;
+            skip = skip.saturating_sub(block.rows.rows());
+            wanted -= part.rows();
+            if part.rows() > 0 {
+                parts.push(part);
+            }
         }
-        (Some(rows.first), start, values)
+        Ok((Some(rows.first), start, parts))
     }
 
     /// Lets go of all rows of `key`; those of known pages stay.
@@ -196,10 +224,18 @@ impl Kept {
         for (index, &page) in table.pages().iter().enumerate().skip(first_page) {
             let inside = (end as usize - index * self.page_rows).min(self.page_rows);
             let Some(whole) = self.hold(page) else { continue };
-            rows.blocks.push_back(match inside == self.page_rows {
-                true => whole,
-                false => self.part(whole, inside),
-            });
+            if inside == self.page_rows {
+                rows.blocks.push_back(whole);
+                continue;
+            }
+            match self.part(whole, inside) {
+                Ok(part) => rows.blocks.push_back(part),
+                Err(error) => {
+                    tracing::warn!(%error, "feature rows of a known prefix could not be copied: a draft does without");
+                    rows.blocks.drain(..).rev().for_each(|block| self.release(block));
+                    rows.first = end;
+                }
+            }
         }
         self.sequences.insert(key, rows);
         self.touch(table);
@@ -222,7 +258,7 @@ impl Kept {
         let whole = table.len() as usize / self.page_rows;
         for (index, &page) in table.pages().iter().enumerate().take(whole).skip(from.max(first_page)) {
             let Some(block) = rows.blocks.get_mut(index - first_page) else { break };
-            if block.rows.len() < self.page_rows * self.width || !pages.is_known(page) {
+            if block.rows.rows() < self.page_rows || !pages.is_known(page) {
                 continue;
             }
             let own = std::mem::take(block);
@@ -249,21 +285,36 @@ impl Kept {
     }
 
     fn block_bytes(&self) -> u64 {
-        (self.page_rows * self.width * size_of::<f32>()) as u64
+        self.page_rows as u64 * self.memory.row_bytes()
     }
 
-    fn allocate(&mut self) -> Block {
+    /// An empty block; where there is no memory for one, that of rows that are let go.
+    fn allocate(&mut self) -> Result<Block, RegionError> {
+        let rows = loop {
+            if let Some(rows) = self.spare.pop() {
+                break rows;
+            }
+            match self.memory.take(1, self.page_rows) {
+                Ok(blocks) => self.spare = blocks,
+                Err(error) if !(self.drop_unused() || self.drop_oldest()) => return Err(error),
+                Err(_) => {}
+            }
+        };
         self.blocks += 1;
-        let rows = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.page_rows * self.width));
-        Block { rows: Arc::new(rows), page: None }
+        Ok(Block { rows: Arc::new(rows), page: None })
     }
 
     /// A copy of the first `rows` rows of `whole`, which is released.
-    fn part(&mut self, whole: Block, rows: usize) -> Block {
-        let mut part = self.allocate();
-        Arc::make_mut(&mut part.rows).extend_from_slice(&whole.rows[..rows * self.width]);
+    fn part(&mut self, whole: Block, rows: usize) -> Result<Block, RegionError> {
+        let part = self.allocate();
+        let copied = part.and_then(|mut part| {
+            if let Some(filling) = Arc::get_mut(&mut part.rows) {
+                self.memory.extend(filling, self.memory.rows(&whole.rows, 0..rows)?)?;
+            }
+            Ok(part)
+        });
         self.release(whole);
-        part
+        copied
     }
 
     /// Has `page` keep the rows of `own`, unless it keeps equal ones; returns a reference to those that it keeps.
@@ -338,13 +389,11 @@ impl Kept {
         self.drop_reference(rows.rows);
     }
 
-    fn drop_reference(&mut self, rows: Arc<Vec<f32>>) {
+    fn drop_reference(&mut self, rows: Arc<RowBlock>) {
         let Some(mut rows) = Arc::into_inner(rows) else { return };
         self.blocks -= 1;
-        if (self.blocks + self.spare.len()) as u64 * self.block_bytes() < self.limit {
-            rows.clear();
-            self.spare.push(rows);
-        }
+        rows.clear();
+        self.spare.push(rows);
     }
 
     fn trim(&mut self) {
@@ -371,7 +420,7 @@ impl Kept {
         else {
             return false;
         };
-        let gone = (block.rows.len() / self.width) as u32;
+        let gone = block.rows.rows() as u32;
         rows.first += gone;
         self.release(block);
         if self.rows_let_go == 0 {

@@ -1,3 +1,5 @@
+use eyrie_kernels::{Backend, Cpu, CpuOptions, Isa};
+
 use super::*;
 
 const WIDTH: usize = 3;
@@ -12,21 +14,34 @@ fn rows(positions: std::ops::Range<u32>) -> Vec<f32> {
     positions.flat_map(|p| [p as f32, 0.5, -(p as f32)]).collect()
 }
 
+fn backend() -> Backend {
+    Cpu::new(CpuOptions { threads: 1, isa: Isa::best() }).unwrap().into()
+}
+
 fn kept(blocks: u64) -> Kept {
-    Kept::new(KeptSizes { width: WIDTH, page_rows: PAGE, pages: 4, sequences: 2, limit: blocks * BLOCK })
-        .unwrap()
+    let memory = RowMemory::beside(&backend(), WIDTH).unwrap();
+    Kept::new(memory, KeptSizes { page_rows: PAGE, pages: 4, sequences: 2, limit: blocks * BLOCK }).unwrap()
+}
+
+fn append(kept: &mut Kept, key: Key, first: u32, values: &[f32]) {
+    kept.append(key, first, RowSlice::Host { values, width: WIDTH }).unwrap();
+}
+
+fn read(kept: &Kept, key: Key, from: u32, to: u32, most: u32) -> (Option<u32>, u32, Vec<f32>) {
+    let (first_held, start, parts) = kept.read(key, from, to, most).unwrap();
+    (first_held, start, parts.iter().flat_map(|part| part.values()).copied().collect())
 }
 
 #[test]
 fn rows_are_read_back_from_any_position() {
     let mut kept = kept(100);
-    kept.append(key(1), 0, &rows(0..50));
-    kept.append(key(1), 50, &rows(50..51));
-    kept.append(key(2), 0, &rows(0..1));
-    assert_eq!(kept.read(key(1), 0, 51, 1000), (Some(0), 0, rows(0..51)));
-    assert_eq!(kept.read(key(1), 31, 40, 1000), (Some(0), 31, rows(31..40)));
-    assert_eq!(kept.read(key(1), 40, 51, 3), (Some(0), 40, rows(40..43)));
-    assert_eq!(kept.read(key(3), 0, 9, 3), (None, 9, vec![]));
+    append(&mut kept, key(1), 0, &rows(0..50));
+    append(&mut kept, key(1), 50, &rows(50..51));
+    append(&mut kept, key(2), 0, &rows(0..1));
+    assert_eq!(read(&kept, key(1), 0, 51, 1000), (Some(0), 0, rows(0..51)));
+    assert_eq!(read(&kept, key(1), 31, 40, 1000), (Some(0), 31, rows(31..40)));
+    assert_eq!(read(&kept, key(1), 40, 51, 3), (Some(0), 40, rows(40..43)));
+    assert_eq!(read(&kept, key(3), 0, 9, 3), (None, 9, vec![]));
     kept.forget(key(1));
     kept.forget(key(2));
     assert_eq!(kept.bytes(), 0);
@@ -35,23 +50,23 @@ fn rows_are_read_back_from_any_position() {
 #[test]
 fn over_the_limit_the_longest_sequence_loses_its_oldest_rows() {
     let mut kept = kept(4);
-    kept.append(key(1), 0, &rows(0..3));
-    kept.append(key(2), 0, &rows(0..12));
+    append(&mut kept, key(1), 0, &rows(0..3));
+    append(&mut kept, key(2), 0, &rows(0..12));
     assert_eq!(kept.rows_let_go, 0);
-    kept.append(key(2), 12, &rows(12..13));
+    append(&mut kept, key(2), 12, &rows(12..13));
     assert_eq!((kept.bytes(), kept.rows_let_go), (4 * BLOCK, PAGE as u64));
-    assert_eq!(kept.read(key(2), 0, 13, 1000), (Some(4), 4, rows(4..13)));
-    assert_eq!(kept.read(key(1), 0, 3, 1000), (Some(0), 0, rows(0..3)));
+    assert_eq!(read(&kept, key(2), 0, 13, 1000), (Some(4), 4, rows(4..13)));
+    assert_eq!(read(&kept, key(1), 0, 3, 1000), (Some(0), 0, rows(0..3)));
 }
 
 #[test]
 fn a_sequence_that_lost_all_rows_starts_again_where_it_is() {
     let mut kept = kept(0);
-    kept.append(key(1), 0, &rows(0..10));
-    assert_eq!(kept.read(key(1), 0, 10, 9), (None, 10, vec![]));
+    append(&mut kept, key(1), 0, &rows(0..10));
+    assert_eq!(read(&kept, key(1), 0, 10, 9), (None, 10, vec![]));
     kept.limit = u64::MAX;
-    kept.append(key(1), 10, &rows(10..13));
-    assert_eq!(kept.read(key(1), 0, 13, 9), (Some(10), 10, rows(10..13)));
+    append(&mut kept, key(1), 10, &rows(10..13));
+    assert_eq!(read(&kept, key(1), 0, 13, 9), (Some(10), 10, rows(10..13)));
     assert_eq!(kept.bytes(), 2 * BLOCK, "blocks end where pages do");
 }
 
@@ -65,7 +80,7 @@ fn compute(kept: &mut Kept, pages: &mut PageAllocator, key: Key, len: u32) -> Se
     let mut table = SeqTable::default();
     pages.reserve(&mut table, len as usize).unwrap();
     table.commit(len, PAGE).unwrap();
-    kept.append(key, 0, &rows(0..len));
+    append(kept, key, 0, &rows(0..len));
     pages.publish(&mut table, &tokens(len));
     kept.share(key, &table, 0, true, pages);
     table
@@ -78,17 +93,17 @@ fn rows_of_known_pages_are_shared_and_outlive_the_sequence() {
     assert_eq!((kept.bytes(), kept.unused_bytes()), (3 * BLOCK, 0));
     let live = pages.lookup(&tokens(7));
     kept.adopt(key(2), &live, true, &pages);
-    assert_eq!(kept.read(key(2), 0, 7, 99), (Some(0), 0, rows(0..7)));
+    assert_eq!(read(&kept, key(2), 0, 7, 99), (Some(0), 0, rows(0..7)));
     assert_eq!(kept.bytes(), 4 * BLOCK, "the page that it ends in has a copy");
-    kept.append(key(2), 7, &[9.0; 2 * WIDTH]);
-    assert_eq!(kept.read(key(1), 0, 10, 99).2, rows(0..10));
+    append(&mut kept, key(2), 7, &[9.0; 2 * WIDTH]);
+    assert_eq!(read(&kept, key(1), 0, 10, 99).2, rows(0..10));
 
     kept.forget(key(1));
     pages.free(table);
     assert_eq!(kept.bytes(), 4 * BLOCK);
     let later = pages.lookup(&tokens(8));
     kept.adopt(key(3), &later, true, &pages);
-    assert_eq!(kept.read(key(3), 0, 8, 99), (Some(0), 0, rows(0..8)));
+    assert_eq!(read(&kept, key(3), 0, 8, 99), (Some(0), 0, rows(0..8)));
     for (key, table) in [(key(2), live), (key(3), later)] {
         kept.forget(key);
         pages.free(table);
@@ -102,7 +117,7 @@ fn equal_rows_kept_twice_become_one_block() {
     compute(&mut kept, &mut pages, key(1), 8);
     compute(&mut kept, &mut pages, key(2), 8);
     assert_eq!(kept.bytes(), 2 * BLOCK);
-    assert_eq!(kept.read(key(2), 0, 8, 99), (Some(0), 0, rows(0..8)));
+    assert_eq!(read(&kept, key(2), 0, 8, 99), (Some(0), 0, rows(0..8)));
 }
 
 #[test]
@@ -117,7 +132,7 @@ fn rows_go_with_their_page_and_a_page_of_other_rows_has_none() {
     table.commit(8, PAGE).unwrap();
     pages.publish(&mut table, &other);
     kept.adopt(key(2), &table, true, &pages);
-    assert_eq!(kept.read(key(2), 0, 8, 99), (None, 8, vec![]), "computed without features");
+    assert_eq!(read(&kept, key(2), 0, 8, 99), (None, 8, vec![]), "computed without features");
     assert_eq!(kept.bytes(), BLOCK, "the first page's rows: it was not needed");
     pages.free(table);
 }
@@ -125,15 +140,15 @@ fn rows_go_with_their_page_and_a_page_of_other_rows_has_none() {
 /// Makes room for one block more than the three of `kept` that no sequence has; which are left.
 fn beginning_left(kept: &mut Kept, pages: &mut PageAllocator) {
     assert_eq!((kept.bytes(), kept.unused_bytes()), (3 * BLOCK, 3 * BLOCK));
-    kept.append(key(9), 0, &rows(0..1));
+    append(kept, key(9), 0, &rows(0..1));
     assert_eq!((kept.bytes(), kept.unused_bytes(), kept.rows_let_go), (3 * BLOCK, 2 * BLOCK, 0));
     let mut table = pages.lookup(&tokens(12));
     assert_eq!(kept.reach(&table, 12, pages), 8);
     kept.adopt(key(3), &table, true, pages);
-    assert_eq!(kept.read(key(3), 0, 12, 99), (None, 12, vec![]), "a gap ends what is adopted");
+    assert_eq!(read(&kept, key(3), 0, 12, 99), (None, 12, vec![]), "a gap ends what is adopted");
     pages.cut(&mut table, 8);
     kept.adopt(key(3), &table, true, pages);
-    assert_eq!((kept.read(key(3), 0, 8, 99), kept.unused_bytes()), ((Some(0), 0, rows(0..8)), 0));
+    assert_eq!((read(&kept, key(3), 0, 8, 99), kept.unused_bytes()), ((Some(0), 0, rows(0..8)), 0));
     assert_eq!(kept.reach(&table, 13, pages), 8, "no more of its rows could be kept");
 }
 
@@ -152,7 +167,7 @@ fn of_rows_that_were_never_asked_for_the_ends_go_first_too() {
     pages.reserve(&mut table, 12).unwrap();
     for to in [4, 8, 12] {
         table.commit(to, PAGE).unwrap();
-        kept.append(key(1), to - 4, &rows(to - 4..to));
+        append(&mut kept, key(1), to - 4, &rows(to - 4..to));
         pages.publish(&mut table, &tokens(to));
         kept.share(key(1), &table, to as usize / PAGE - 1, false, &pages);
     }
@@ -165,11 +180,11 @@ fn rows_that_only_one_sequence_has_go_before_shared_ones() {
     let (mut kept, mut pages) = (kept(4), PageAllocator::new(10, PAGE).with_prefixes(0, 10));
     let table = compute(&mut kept, &mut pages, key(1), 12);
     kept.adopt(key(2), &table, true, &pages);
-    kept.append(key(3), 0, &rows(0..5));
+    append(&mut kept, key(3), 0, &rows(0..5));
     assert_eq!((kept.bytes(), kept.rows_let_go), (4 * BLOCK, PAGE as u64));
-    assert_eq!(kept.read(key(3), 0, 5, 99), (Some(4), 4, rows(4..5)));
+    assert_eq!(read(&kept, key(3), 0, 5, 99), (Some(4), 4, rows(4..5)));
     for shared in [key(1), key(2)] {
-        assert_eq!(kept.read(shared, 0, 12, 99), (Some(0), 0, rows(0..12)));
+        assert_eq!(read(&kept, shared, 0, 12, 99), (Some(0), 0, rows(0..12)));
     }
 }
 
@@ -180,17 +195,17 @@ fn a_sequence_without_features_leaves_rows_to_its_pages_only() {
     pages.reserve(&mut table, 10).unwrap();
     for (from, to) in [(0, 3), (3, 9), (9, 10)] {
         table.commit(to, PAGE).unwrap();
-        kept.append(key(1), from, &rows(from..to));
+        append(&mut kept, key(1), from, &rows(from..to));
         pages.publish(&mut table, &tokens(to));
         kept.share(key(1), &table, from as usize / PAGE, false, &pages);
     }
-    assert_eq!(kept.read(key(1), 0, 10, 99), (Some(8), 8, rows(8..10)));
+    assert_eq!(read(&kept, key(1), 0, 10, 99), (Some(8), 8, rows(8..10)));
     assert_eq!((kept.bytes(), kept.unused_bytes()), (3 * BLOCK, 2 * BLOCK));
     let hit = pages.lookup(&tokens(7));
     kept.adopt(key(2), &hit, false, &pages);
-    assert_eq!(kept.read(key(2), 0, 7, 99), (Some(4), 4, rows(4..7)));
+    assert_eq!(read(&kept, key(2), 0, 7, 99), (Some(4), 4, rows(4..7)));
     kept.adopt(key(3), &hit, true, &pages);
-    assert_eq!(kept.read(key(3), 0, 7, 99), (Some(0), 0, rows(0..7)));
+    assert_eq!(read(&kept, key(3), 0, 7, 99), (Some(0), 0, rows(0..7)));
 }
 
 #[test]
@@ -198,12 +213,13 @@ fn memory_is_taken_at_the_start_and_used_again() {
     for (limit, taken) in [(100, 6), (3, 3), (0, 0)] {
         assert_eq!((kept(limit).blocks, kept(limit).spare.len()), (0, taken));
     }
-    let sizes = KeptSizes { width: 1 << 20, page_rows: 64, pages: 1 << 30, sequences: 2, limit: u64::MAX };
-    let error = Kept::new(sizes).unwrap_err().to_string();
+    let sizes = KeptSizes { page_rows: 64, pages: 1 << 30, sequences: 2, limit: u64::MAX };
+    let memory = RowMemory::beside(&backend(), 1 << 20).unwrap();
+    let error = Kept::new(memory, sizes).unwrap_err().to_string();
     assert!(error.starts_with("feature cache: ") && error.contains("memory available"), "{error}");
     let mut kept = kept(100);
     for _ in 0..3 {
-        kept.append(key(1), 0, &rows(0..30));
+        append(&mut kept, key(1), 0, &rows(0..30));
         assert_eq!((kept.blocks, kept.spare.len()), (8, 0));
         kept.forget(key(1));
         assert_eq!((kept.blocks, kept.spare.len()), (0, 8));

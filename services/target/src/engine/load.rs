@@ -10,13 +10,14 @@ use eyrie_checkpoint::{
 };
 use eyrie_kernels::{Backend, CpuOptions, Isa, Processor};
 use eyrie_model::{Backing, CaptureSet, Progress, SharedWeights, TargetModel, load_target};
-use eyrie_region::{Epoch, Gpu, Grant, Region, RegionError, available_memory};
+use eyrie_region::{Epoch, Gpu, Grant, Region, RegionError, RegionKind, available_memory};
 use eyrie_service::Drain;
 use eyrie_speculation::Sampler;
 
 use super::admission::Limits;
-use super::features::Features;
+use super::features::{Features, RingSizes};
 use super::kept::KeptSizes;
+use super::ring::RingCopy;
 use super::streams::Streams;
 use super::{Engine, Gauges, Prefixes};
 use crate::TargetError;
@@ -43,7 +44,9 @@ pub(crate) struct Exports {
     pub(crate) grant: Grant,
     /// The granted region.
     pub(crate) region: Arc<dyn Region>,
-    /// Descriptors of the granted region, unless a handle opens it, and, with features, of the ring.
+    /// The ring, for those who cannot map it.
+    pub(crate) ring: Option<Arc<RingCopy>>,
+    /// Descriptors of the granted region, unless a handle opens it, and, with features, of the ring and its rows.
     pub(crate) fds: Vec<OwnedFd>,
 }
 
@@ -67,7 +70,10 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         Processor::Cuda(ordinal) => {
             let gpu = Gpu::open(ordinal).map_err(RegionError::from)?;
             let (free, _) = gpu.memory().map_err(RegionError::from)?;
-            (Backing::CudaVmm(gpu), free)
+            match plan.sharing {
+                RegionKind::CudaIpc => (Backing::CudaIpc(gpu), free),
+                _ => (Backing::CudaVmm(gpu), free),
+            }
         }
     };
     plan.check_memory(checkpoint.config(), available)?;
@@ -76,13 +82,14 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
     let parts =
         Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
     let fingerprint = fingerprint(&checkpoint, parts);
-    let (engine, exports) = assemble(model, &plan, epoch, gauges, drain)?;
+    let (engine, exports) = assemble(model, &backend, &plan, epoch, gauges, drain)?;
     Ok(Loaded { engine, exports, formats: formats(&checkpoint)?, fingerprint })
 }
 
 /// An engine over a loaded model, with nothing open.
 pub(crate) fn assemble(
     mut model: Box<dyn TargetModel>,
+    backend: &Backend,
     plan: &Plan,
     epoch: Epoch,
     gauges: Arc<Gauges>,
@@ -93,14 +100,15 @@ pub(crate) fn assemble(
         ids => {
             let ids: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
             model.set_capture(&CaptureSet::new(&ids, model.config().num_hidden_layers)?)?;
+            let ring =
+                RingSizes { slots: plan.ring_slots, width: plan.aux_width as usize, sharing: plan.sharing };
             let sizes = KeptSizes {
-                width: plan.aux_width as usize,
                 page_rows: PAGE_ROWS,
                 pages: plan.kv_tokens.div_ceil(PAGE_ROWS),
                 sequences: plan.max_sequences,
                 limit: plan.aux_cache_bytes,
             };
-            Some(Features::create(plan.ring_slots, sizes, epoch)?)
+            Some(Features::create(backend, ring, sizes, epoch)?)
         }
     };
     let exports = Exports::of(model.as_ref(), features.as_ref())?;
@@ -143,11 +151,14 @@ impl Exports {
         if let Some(descriptor) = shared.descriptor() {
             fds.push(descriptor.try_clone_to_owned()?);
         }
+        let mut ring = None;
         if let Some(features) = features {
             grant.ring = Some(features.geometry());
-            fds.push(features.fd()?);
+            grant.ring_payload = features.payload();
+            fds.extend(features.fds()?);
+            ring = Some(features.copy()?);
         }
-        Ok(Self { grant, region: Arc::clone(shared.region()), fds })
+        Ok(Self { grant, region: Arc::clone(shared.region()), ring, fds })
     }
 }
 

@@ -12,6 +12,8 @@ mod leaving_tests;
 mod load;
 mod mailbox;
 mod paging;
+mod ring;
+mod rows;
 mod scheduler;
 mod sequence;
 mod step;
@@ -41,6 +43,7 @@ pub(crate) use self::features::SLOT_ROWS;
 pub(crate) use self::gauges::Gauges;
 pub(crate) use self::load::{Exports, LoadRequest, Loaded, PAGE_ROWS, assemble, load};
 pub(crate) use self::mailbox::{Receiver, Sender, Stopped, mailbox};
+pub(crate) use self::ring::RingCopy;
 pub(crate) use self::streams::{Ending, Life, Replies, StreamId};
 
 /// How long sequences outlive the Rounds stream of their gateway.

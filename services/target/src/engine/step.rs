@@ -1,7 +1,5 @@
 //! One step: a forward over the planned rows, then sampling, verification and replies, sequence by sequence.
 
-use std::ops::Range;
-
 use candle_core::{Device, Tensor};
 use eyrie_kernels::KernelError;
 use eyrie_model::{ForwardOut, Keep, LogitRows, ModelError, SeqRows};
@@ -11,6 +9,7 @@ use eyrie_wire::{Reason, item_error};
 use tokio::time::Instant;
 
 use super::Engine;
+use super::features::Taken;
 use super::scheduler::{self, Piece, Rows};
 use super::sequence::{Key, Sequence, Work};
 use crate::TargetError;
@@ -21,6 +20,22 @@ enum DrawError {
     Sample(SampleError),
     /// The logits could not be read: everybody's problem.
     Tensor(candle_core::Error),
+}
+
+/// What a step came to for one sequence.
+struct Outcome {
+    /// Its captured rows.
+    taken: Taken,
+    /// Rows that its table had before.
+    len: u32,
+    answer: Answer,
+}
+
+enum Answer {
+    /// With the last chunk its first token, or why there is none.
+    Prompt(Option<Body>),
+    Round(Verdict),
+    Error(v1::ItemError),
 }
 
 impl Engine {
@@ -67,26 +82,62 @@ impl Engine {
         }
     }
 
-    /// Draws tokens from the rows of `out`, one piece after the other, and answers.
+    /// Draws tokens from the rows of `out`, one piece after the other, keeps the captured rows of all, and answers.
     fn commit(&mut self, pieces: &[Piece], out: &ForwardOut) -> Result<(), TargetError> {
-        // Where there is a draft, rows of sequences that want none are kept too, for those to come that begin alike.
-        let wanted = self.gauges.has_drafts() || pieces.iter().any(|p| self.sequences[&p.key].features);
-        let aux = match (&out.aux, &self.features) {
-            (Some(aux), Some(_)) if wanted => aux.to_vec()?,
-            _ => Vec::new(),
-        };
+        let mut outcomes = Vec::with_capacity(pieces.len());
         for (index, piece) in pieces.iter().enumerate() {
-            let len = self.sequences[&piece.key].table.len();
-            match piece.rows {
-                Rows::Prompt { tokens, last } => {
-                    self.commit_prompt(piece.key, tokens, last, out, index, &aux)?;
-                }
-                Rows::Round => self.commit_round(*piece, out, index, &aux)?,
-            }
-            self.publish(piece.key, len);
-            self.release_finished(piece.key);
+            let outcome = match piece.rows {
+                Rows::Prompt { tokens, last } => self.commit_prompt(piece.key, tokens, last, out, index)?,
+                Rows::Round => self.commit_round(piece.key, out, index)?,
+            };
+            outcomes.extend(outcome);
+        }
+        let refs = self.take_features(&outcomes, out)?;
+        for (outcome, refs) in outcomes.into_iter().zip(refs) {
+            let Outcome { taken: Taken { key, .. }, len, answer } = outcome;
+            self.answer(key, answer, refs);
+            self.publish(key, len);
+            self.release_finished(key);
         }
         Ok(())
+    }
+
+    /// Keeps and publishes the captured rows of `outcomes`; returns where those of each were published.
+    fn take_features(
+        &mut self,
+        outcomes: &[Outcome],
+        out: &ForwardOut,
+    ) -> Result<Vec<Vec<v1::FeatureRef>>, TargetError> {
+        // Where there is a draft, rows of sequences that want none are kept too, for those to come that begin alike.
+        let wanted = self.gauges.has_drafts() || outcomes.iter().any(|outcome| outcome.taken.wanted);
+        match (&out.aux, &mut self.features) {
+            (Some(aux), Some(features)) if wanted => {
+                features.take(aux, outcomes.iter().map(|outcome| &outcome.taken))
+            }
+            _ => Ok(vec![Vec::new(); outcomes.len()]),
+        }
+    }
+
+    /// Tells a sequence's gateway what the step came to; `refs` say where its captured rows lie.
+    fn answer(&mut self, key: Key, answer: Answer, refs: Vec<v1::FeatureRef>) {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return };
+        let route = sequence.route;
+        match answer {
+            Answer::Prompt(last) => {
+                if !refs.is_empty() {
+                    let body = Body::Features(v1::Features { refs, first_held: 0, fetched: false });
+                    self.streams.reply(route, key.seq, body);
+                }
+                if let Some(body) = last {
+                    self.streams.reply(route, key.seq, body);
+                }
+            }
+            Answer::Round(verdict) => {
+                let body = Body::Committed(sequence.commit(&verdict, refs));
+                self.streams.reply(route, key.seq, body);
+            }
+            Answer::Error(error) => self.streams.reply(route, key.seq, Body::Error(error)),
+        }
     }
 
     fn commit_prompt(
@@ -96,55 +147,46 @@ impl Engine {
         last: bool,
         out: &ForwardOut,
         index: usize,
-        aux: &[f32],
-    ) -> Result<(), TargetError> {
-        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
-        let first = sequence.table.len();
-        let kv_len = first + tokens as u32;
+    ) -> Result<Option<Outcome>, TargetError> {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(None) };
+        let len = sequence.table.len();
+        let kv_len = len + tokens as u32;
         self.model.rollback(&mut self.cache, &mut sequence.table, Keep::Len(kv_len))?;
         // Rows that are computed again were published before.
-        let first_new = sequence.advance(kv_len).max(first);
-        let route = sequence.route;
-        if let (true, Some(features)) = (!aux.is_empty() && first_new < kv_len, &mut self.features) {
-            let width = features.width();
-            let rows = out.rows[index].start + (first_new - first) as usize..out.rows[index].end;
-            let rows = &aux[rows.start * width..rows.end * width];
-            let refs = features.take(key, first_new, rows, sequence.features)?;
-            if sequence.features {
-                let body = Body::Features(v1::Features { refs, first_held: 0, fetched: false });
-                self.streams.reply(route, key.seq, body);
-            }
-        }
-        if last {
+        let first = sequence.advance(kv_len).max(len);
+        let rows = out.rows[index].clone().skip(first.min(kv_len).saturating_sub(len) as usize).collect();
+        let taken = Taken { key, first, rows, wanted: sequence.features };
+        let answer = if last {
             let row = out.logit_rows[index].start;
             match draw(&mut self.sampler, &out.logits, row, &sequence.sampling, kv_len) {
-                Ok(token) => {
-                    let reply = sequence.first_token(token);
-                    self.streams.reply(route, key.seq, Body::Committed(reply));
-                }
-                Err(error) => self.give_up(key, error)?,
+                Ok(token) => Some(Body::Committed(sequence.first_token(token))),
+                Err(error) => Some(Body::Error(given_up(sequence, error)?)),
             }
-        }
-        Ok(())
+        } else {
+            None
+        };
+        Ok(Some(Outcome { taken, len, answer: Answer::Prompt(answer) }))
     }
 
     fn commit_round(
         &mut self,
-        piece: Piece,
+        key: Key,
         out: &ForwardOut,
         index: usize,
-        aux: &[f32],
-    ) -> Result<(), TargetError> {
-        let key = piece.key;
-        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
-        let Work::Round { proposal, .. } = &sequence.work else { return Ok(()) };
-        let (base_len, first_row) = (sequence.kv_len, out.logit_rows[index].start);
+    ) -> Result<Option<Outcome>, TargetError> {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(None) };
+        let Work::Round { proposal, .. } = &sequence.work else { return Ok(None) };
+        let (len, base_len, first_row) = (sequence.table.len(), sequence.kv_len, out.logit_rows[index].start);
         let choose = |node: usize, position| {
             draw(&mut self.sampler, &out.logits, first_row + node, &sequence.sampling, position)
         };
+        let mut taken = Taken { key, first: base_len, rows: Vec::new(), wanted: sequence.features };
         let verdict: Verdict = match verify(proposal, base_len, choose) {
             Ok(verdict) => verdict,
-            Err(error) => return self.give_up(key, error),
+            Err(error) => {
+                let answer = Answer::Error(given_up(sequence, error)?);
+                return Ok(Some(Outcome { taken, len, answer }));
+            }
         };
         let kept = sequence.kept(&verdict);
         let nodes: Vec<usize> = std::iter::once(0).chain(verdict.path.iter().copied()).take(kept).collect();
@@ -153,16 +195,8 @@ impl Engine {
             false => Keep::Path { base_len, nodes: &nodes },
         };
         self.model.rollback(&mut self.cache, &mut sequence.table, keep)?;
-        let refs = match &mut self.features {
-            Some(features) if !aux.is_empty() => {
-                let rows = gather(aux, features.width(), &out.rows[index], &nodes);
-                features.take(key, base_len, &rows, sequence.features)?
-            }
-            _ => Vec::new(),
-        };
-        let (reply, route) = (sequence.commit(&verdict, refs), sequence.route);
-        self.streams.reply(route, key.seq, Body::Committed(reply));
-        Ok(())
+        taken.rows = nodes.iter().map(|node| out.rows[index].start + node).collect();
+        Ok(Some(Outcome { taken, len, answer: Answer::Round(verdict) }))
     }
 
     fn drop_drafts(&mut self, key: Key) -> bool {
@@ -178,19 +212,16 @@ impl Engine {
         tracing::warn!(boot = key.boot, seq = key.seq, %error, "a sequence could not be computed and is given up");
         self.release_finished(key);
     }
+}
 
-    /// Answers a sequence whose token could not be drawn; the other sequences go on.
-    fn give_up(&mut self, key: Key, error: DrawError) -> Result<(), TargetError> {
-        let error = match error {
-            DrawError::Sample(error) => error,
-            DrawError::Tensor(error) => return Err(error.into()),
-        };
-        if let Some(sequence) = self.sequences.get_mut(&key) {
+/// Ends the work of a sequence whose token could not be drawn; the other sequences go on.
+fn given_up(sequence: &mut Sequence, error: DrawError) -> Result<v1::ItemError, TargetError> {
+    match error {
+        DrawError::Sample(error) => {
             sequence.abandon();
-            let body = Body::Error(item_error(Reason::Internal, format!("sampling: {error}")));
-            self.streams.reply(sequence.route, key.seq, body);
+            Ok(item_error(Reason::Internal, format!("sampling: {error}")))
         }
-        Ok(())
+        DrawError::Tensor(error) => Err(error.into()),
     }
 }
 
@@ -232,13 +263,4 @@ fn draw(
         None => Vec::new(),
     };
     sampler.sample(&values, params, position).map_err(DrawError::Sample)
-}
-
-/// The rows of tree `nodes` out of a batch whose sequence has `rows`.
-fn gather(aux: &[f32], width: usize, rows: &Range<usize>, nodes: &[usize]) -> Vec<f32> {
-    let row = |node: &usize| {
-        let at = (rows.start + node) * width;
-        &aux[at..at + width]
-    };
-    nodes.iter().flat_map(row).copied().collect()
 }

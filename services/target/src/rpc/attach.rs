@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use eyrie_region::{FdDoor, Importer, LeaseId, Token};
+use eyrie_region::{FdDoor, Importer, LeaseId, RegionKind, Token};
 use eyrie_service::Drain;
 use eyrie_wire::v1::{LeaseFrame, LeaseGrant};
 use eyrie_wire::{Reason, check_version, first_frame, grant_to_wire, refuse, ring_to_wire};
@@ -86,6 +86,9 @@ impl Service {
         let (Some(exports), Some(door)) = (self.state.exports(), self.state.door()) else {
             return Err(refuse(Reason::Unreachable, "the model is loading or the target is stopping"));
         };
+        if !first.remote {
+            check_kinds(exports.grant.kind, &first.kinds)?;
+        }
         tracing::info!(holder = first.holder, pid = first.pid, remote = first.remote, "lease granted");
         self.state.gauges.draft_attached();
         let id = self.state.leases.grant(first.holder.clone(), first.pid, first.remote);
@@ -135,6 +138,24 @@ impl Service {
 async fn off_the_runtime(work: impl FnOnce() + Send + 'static) {
     // Fails only as the runtime ends.
     let _ = tokio::task::spawn_blocking(work).await;
+}
+
+/// Memory of a kind that the holder does not map would be mapped in vain, or against its will.
+fn check_kinds(kind: RegionKind, accepted: &[String]) -> Result<(), Status> {
+    if accepted.is_empty() || accepted.iter().any(|accepted| accepted == kind.as_str()) {
+        return Ok(());
+    }
+    // Kinds that this target does not know are not repeated: they may be anything.
+    let known: Vec<&str> =
+        accepted.iter().filter_map(|name| name.parse::<RegionKind>().ok()).map(RegionKind::as_str).collect();
+    let advice = match kind {
+        RegionKind::CudaIpc => {
+            "start the draft with --allow-writable-ipc, or the target with --share cuda_vmm"
+        }
+        _ => "run target and draft on the same device, or the draft with --shared-weights target",
+    };
+    let message = format!("memory is shared by {kind}, the holder maps {}: {advice}", known.join(", "));
+    Err(refuse(Reason::Unsupported, message))
 }
 
 /// The name goes to terminals and logs of others.

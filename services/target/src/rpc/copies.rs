@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
-use eyrie_region::{Region, RingError, RingReader};
+use eyrie_region::{Region, RingError};
 use eyrie_service::until_sent;
 use eyrie_wire::v1::{
     FileChunk, ReadFeaturesReply, ReadFeaturesRequest, ReadSharedRequest, RingSlot, SlotRows,
@@ -17,8 +17,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status};
 
 use super::{CHUNK, Replies, Service, take};
-use crate::TargetError;
-use crate::engine::Exports;
+use crate::engine::{Exports, RingCopy};
 
 /// Streams of the shared region at the same time: a draft reads it once.
 pub(super) const MAX_SHARED_READS: usize = 8;
@@ -32,23 +31,12 @@ const SEND_LIMIT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Copies {
     shared: Arc<dyn Region>,
-    ring: Option<Arc<RingReader>>,
+    ring: Option<Arc<RingCopy>>,
 }
 
 impl Copies {
-    /// Of what `exports` describe; the ring is mapped once more.
-    pub(crate) fn of(exports: &Exports) -> Result<Self, TargetError> {
-        let Exports { grant, region, fds } = exports;
-        if fds.len() != grant.descriptors() {
-            return Err(TargetError::Engine(format!("{} exports do not fit their grant", fds.len())));
-        }
-        let ring = match (fds.last(), grant.ring) {
-            (Some(fd), Some(geometry)) => {
-                Some(Arc::new(RingReader::open(fd.try_clone()?, geometry, grant.epoch)?))
-            }
-            _ => None,
-        };
-        Ok(Self { shared: Arc::clone(region), ring })
+    pub(crate) fn of(exports: &Exports) -> Self {
+        Self { shared: Arc::clone(&exports.region), ring: exports.ring.clone() }
     }
 }
 
@@ -136,15 +124,13 @@ async fn send_chunks(region: &dyn Region, chunks: &mpsc::Sender<FileChunk>) -> R
     Ok(())
 }
 
-fn read_slot(ring: &RingReader, at: &RingSlot) -> Result<SlotRows, Status> {
-    let mut values = Vec::new();
-    match ring.read_slot(at.slot, at.generation, &mut values) {
-        Ok(()) | Err(RingError::Stale { .. }) => {}
-        Err(other) => return Err(refuse(Reason::InvalidArgument, other.to_string())),
+fn read_slot(ring: &RingCopy, at: &RingSlot) -> Result<SlotRows, Status> {
+    match ring.read_slot(at) {
+        Ok(rows) => Ok(SlotRows { rows: rows.into() }),
+        Err(RingError::Stale { .. }) => Ok(SlotRows::default()),
+        Err(RingError::Region(error)) => Err(refuse(Reason::Internal, format!("reading features: {error}"))),
+        Err(other) => Err(refuse(Reason::InvalidArgument, other.to_string())),
     }
-    let mut rows = Vec::with_capacity(values.len() * size_of::<f32>());
-    rows.extend(values.iter().flat_map(|value| value.to_le_bytes()));
-    Ok(SlotRows { rows: rows.into() })
 }
 
 #[cfg(test)]

@@ -29,8 +29,13 @@ async fn ask(server: &Server, holder: &str) -> Result<Attached, Status> {
 }
 
 pub(crate) async fn ask_as(server: &Server, holder: &str, remote: bool) -> Result<Attached, Status> {
+    let holder = holder.to_owned();
+    ask_with(server, LeaseFrame { protocol_version: PROTOCOL_VERSION, holder, pid: 7, remote, kinds: vec![] })
+        .await
+}
+
+pub(crate) async fn ask_with(server: &Server, frame: LeaseFrame) -> Result<Attached, Status> {
     let (frames, receiver) = mpsc::channel(1);
-    let frame = LeaseFrame { protocol_version: PROTOCOL_VERSION, holder: holder.to_owned(), pid: 7, remote };
     frames.send(frame).await.unwrap();
     let mut grants = server.client.clone().attach(ReceiverStream::new(receiver)).await?.into_inner();
     let grant = grants.message().await?.unwrap();
@@ -72,6 +77,24 @@ impl Lease {
 
 pub(crate) fn with_features(open: Open) -> Open {
     Open { features: true, ..open }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_of_a_kind_that_the_holder_does_not_map_is_not_lent() {
+    let server = Server::start().await;
+    let frame = |kinds: &[&str], remote| LeaseFrame {
+        protocol_version: PROTOCOL_VERSION,
+        holder: "draft".to_owned(),
+        pid: 7,
+        remote,
+        kinds: kinds.iter().map(|&kind| kind.to_owned()).collect(),
+    };
+    ask_with(&server, frame(&["cuda_vmm", "memfd"], false)).await.unwrap();
+    ask_with(&server, frame(&["cuda_vmm"], true)).await.unwrap();
+    let refused = ask_with(&server, frame(&["cuda_vmm", "cuda_ipc", "two\nlines"], false)).await.unwrap_err();
+    assert_eq!(reason_of(&refused).as_deref(), Some("UNSUPPORTED"));
+    let line = "memory is shared by memfd, the holder maps cuda_vmm, cuda_ipc: run target and draft on the same device";
+    assert!(refused.message().starts_with(line), "{}", refused.message());
 }
 
 #[tokio::test(flavor = "multi_thread")]

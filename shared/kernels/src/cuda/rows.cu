@@ -94,6 +94,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) narrow_bf16(const float *x
     if (i < count) y[i] = narrow<bf16>(x[i]);
 }
 
+// Lowers `first` to the index of the first row with a value that is no finite number; one block a row.
+template <class T> __device__ void first_not_finite(const T *x, uint32_t *first, uint32_t width) {
+    x += size_t(blockIdx.x) * width;
+    bool finite = true;
+    for (uint32_t i = threadIdx.x; i < width; i += THREADS) finite &= isfinite(widen(x[i]));
+    if (!__syncthreads_and(finite) && threadIdx.x == 0) atomicMin(first, blockIdx.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    first_not_finite_f32(const float *x, uint32_t *first, uint32_t width) {
+    first_not_finite<float>(x, first, width);
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+    first_not_finite_bf16(const bf16 *x, uint32_t *first, uint32_t width) {
+    first_not_finite<bf16>(x, first, width);
+}
+
 // The index of each row's largest value, the lowest among equals; then the index of the row's first NaN or 2^32 - 1.
 extern "C" __global__ void __launch_bounds__(THREADS) argmax_f32(const float *x, uint2 *y, uint32_t width) {
     __shared__ float best_values[WARPS];

@@ -1,6 +1,9 @@
 //! Small operations on activations: candle's own would be compiled for the GPU at their first use, for seconds.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
+use eyrie_region::{DeviceRows, Gpu, Stream};
 
 use super::{Activations, Cuda, Grid, failed};
 use crate::error::{KernelError, Result, limit, shape};
@@ -149,6 +152,44 @@ impl Cuda {
         let wide = self.output("activations", Activations::F32, values.len())?;
         self.write_at("activations", values, wide.pointer)?;
         self.convert(&wide.into_tensor(rows, width), self.numbers())
+    }
+
+    /// The stream as the shared memory's copies take their place in it.
+    pub(crate) fn queue(&self) -> Result<Stream> {
+        let opened =
+            Gpu::open(self.ordinal()).and_then(|gpu| Stream::of_engine(&gpu, Arc::clone(self.stream())));
+        opened.map_err(|e| KernelError::Gpu { ordinal: self.ordinal(), reason: e.to_string() })
+    }
+
+    /// A tensor `[rows, width]` where it lies.
+    pub(crate) fn device_rows<'a>(&self, x: &'a Tensor) -> Result<DeviceRows<'a>> {
+        let (rows, width) = x.dims2()?;
+        let x = self.operand_of("device_rows", x)?;
+        let row_bytes = (width * x.numbers.size()) as u64;
+        // SAFETY: the tensor's memory lives as long as the borrow of it, tensors are written once, and this backend's
+        // memory is freed in its stream's order.
+        Ok(unsafe { DeviceRows::new(x.pointer, rows as u32, row_bytes) })
+    }
+
+    /// A copy of rows of numbers `stored`, in the backend's own.
+    pub(crate) fn take_in(&self, rows: DeviceRows<'_>, stored: Activations) -> Result<Tensor> {
+        let (count, width) = (rows.rows() as usize, rows.row_bytes() as usize / stored.size());
+        let copy = self.output("take_in", stored, count * width)?;
+        self.copy("take_in", rows.ptr(), copy.pointer, count * width * stored.size())?;
+        self.convert(&copy.into_tensor(count, width), self.numbers())
+    }
+
+    /// The first row with a value that is not finite; waits for everything submitted.
+    pub(crate) fn first_not_finite(&self, x: &Tensor) -> Result<Option<usize>> {
+        const OP: &str = "first_not_finite";
+        let (rows, width) = x.dims2()?;
+        let x = self.operand_of(OP, x)?;
+        let found = self.upload(OP, &[u32::MAX])?;
+        let arguments = (x.pointer, found.pointer(), width as u32);
+        // SAFETY: x has `rows` rows of `width` numbers, `found` one word.
+        unsafe { self.launch(&format!("{OP}_{}", x.numbers.name()), Grid::new(rows, 1, 1), arguments) }?;
+        let found = self.download(OP, &found)?;
+        Ok(found.first().filter(|&&row| row != u32::MAX).map(|&row| row as usize))
     }
 
     /// Index of each row's largest value, the lowest among equals, of float32 `[rows, width]`.

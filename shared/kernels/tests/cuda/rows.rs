@@ -1,7 +1,9 @@
 //! Kernels that work row by row: norm, embedding, small operations, argmax, router, cached rows.
 
 use eyrie_checkpoint::{Layout, Scoring, TopkMethod};
-use eyrie_kernels::{Backend, Embedding, KernelError, Linear, PagedRows, RmsNorm, Router, RouterSpec};
+use eyrie_kernels::{
+    Activations, Backend, Embedding, KernelError, Linear, PagedRows, RmsNorm, Router, RouterSpec,
+};
 
 use crate::common::{Rng, best, flat, tensor, weight};
 use crate::gpu::{MOST_ROWS, assert_alone, assert_near, gpus, host};
@@ -66,6 +68,36 @@ fn small_operations_are_exact() {
         assert_eq!((below.dims(), host(&below)), (&[9, 35][..], [&a[..], &b[70..175]].concat()));
         assert!(gpu.backend.add(&x, &tail).is_err());
         assert!(gpu.backend.beside(&[&x, &tail]).is_err());
+    }
+}
+
+#[test]
+fn a_row_that_is_no_number_is_found() {
+    for gpu in gpus() {
+        let mut values = Rng(11).values(70 * 300, 3.0);
+        let found = |values: &[f32]| gpu.backend.first_not_finite(&gpu.put(values, 300)).unwrap();
+        assert_eq!(found(&values), None);
+        values[66 * 300 + 299] = f32::NAN;
+        values[41 * 300] = f32::NEG_INFINITY;
+        assert_eq!(found(&values), Some(41));
+        assert_eq!(found(&[]), None);
+    }
+}
+
+#[test]
+fn device_memory_is_taken_in_as_activations() {
+    for gpu in gpus() {
+        let values = gpu.round(Rng(12).values(9 * 35, 4.0));
+        let x = gpu.put(&values, 35);
+        let rows = gpu.backend.device_rows(&x).unwrap();
+        assert_eq!((rows.rows(), rows.row_bytes()), (9, 35 * gpu.cuda.numbers().size() as u64));
+        let taken = gpu.backend.take_in(rows.slice(2..8), gpu.cuda.numbers()).unwrap();
+        assert_eq!((taken.dims(), host(&taken)), (&[6, 35][..], values[2 * 35..8 * 35].to_vec()));
+        // Numbers of another target.
+        let wide = gpu.cuda.convert(&x, Activations::F32).unwrap();
+        let wide = gpu.backend.device_rows(&wide).unwrap();
+        assert_eq!(host(&gpu.backend.take_in(wide, Activations::F32).unwrap()), values);
+        assert_eq!(gpu.backend.stream().unwrap().unwrap().gpu().ordinal(), gpu.cuda.ordinal());
     }
 }
 

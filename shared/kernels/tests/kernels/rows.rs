@@ -35,6 +35,18 @@ fn rms_norm_matches_float64_and_every_variant() {
 }
 
 #[test]
+fn a_row_that_is_no_number_is_found() {
+    let backend = best();
+    let found = |values: &[f32]| backend.first_not_finite(&tensor(values, 3)).unwrap();
+    assert_eq!(found(&[1.0; 9]), None);
+    assert_eq!(found(&[1.0, 2.0, 3.0, 4.0, 5.0, f32::INFINITY, f32::NAN, 8.0, 9.0]), Some(1));
+    assert_eq!(found(&[]), None);
+    // Of a part of a tensor, counted from where it begins.
+    let part = tensor(&[f32::NAN, 0.0, 0.0, 1.0, 1.0, 1.0, f32::NAN, 0.0, 0.0], 3).narrow(0, 1, 2).unwrap();
+    assert_eq!(backend.first_not_finite(&part).unwrap(), Some(1));
+}
+
+#[test]
 fn argmax_takes_the_lowest_of_equals_and_refuses_nan() {
     assert_eq!(argmax(&[1.0, 3.0, -2.0, 3.0]).unwrap(), 1);
     assert_eq!(argmax(&[f32::NEG_INFINITY; 3]).unwrap(), 0);

@@ -3,7 +3,6 @@
 
 mod protocol;
 
-use std::marker::PhantomData;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -11,8 +10,8 @@ use self::protocol::{CopyQueue, Publisher, Subscriber};
 use super::block::{Block, Layout};
 use super::{RingError, RingGeometry, SlotRef};
 use crate::{
-    CudaError, DeviceBuffer, DeviceSpan, Epoch, Gpu, ImportedIpc, ImportedVmm, IpcBuilder, IpcHandle, Region,
-    RegionError, RegionKind, Stream, VmmBuilder, align_up,
+    CudaError, DeviceBuffer, DeviceRows, DeviceSpan, Epoch, Gpu, ImportedIpc, ImportedVmm, IpcBuilder,
+    IpcHandle, Region, RegionError, RegionKind, Stream, VmmBuilder, align_up,
 };
 
 /// Size of a ring on a device.
@@ -122,25 +121,6 @@ impl RingMemory {
     }
 }
 
-/// Rows that lie one after the other in device memory.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceRows<'a> {
-    ptr: u64,
-    rows: u32,
-    memory: PhantomData<&'a [u8]>,
-}
-
-impl DeviceRows<'_> {
-    /// `rows` rows from the device address `ptr` on.
-    ///
-    /// # Safety
-    /// The rows, as wide as those of the ring they go to, must be readable device memory for as long as the value lives,
-    /// and be complete once the work before them on the ring's stream is.
-    pub unsafe fn new(ptr: u64, rows: u32) -> Self {
-        Self { ptr, rows, memory: PhantomData }
-    }
-}
-
 /// The exporter's end of a ring on a device.
 #[derive(Debug)]
 pub struct DeviceRingWriter {
@@ -188,6 +168,11 @@ impl DeviceRingWriter {
         self.epoch
     }
 
+    /// The stream that rows are copied on.
+    pub fn stream(&self) -> &Stream {
+        &self.into.stream
+    }
+
     /// What a grant says of the rows.
     pub fn payload(&self) -> RingPayload {
         RingPayload { value_bytes: self.geometry().value_bytes, ipc: self.memory().handle() }
@@ -197,8 +182,8 @@ impl DeviceRingWriter {
     /// waits for a reader.
     ///
     /// # Errors
-    /// [`RingError::DeviceRows`] and [`RingError::Batch`], with nothing changed; the driver's answer, and then none of the
-    /// slots can be read.
+    /// [`RingError::DeviceRows`], [`RingError::RowBytes`] and [`RingError::Batch`], with nothing changed; the driver's
+    /// answer, and then none of the slots can be read.
     pub fn publish(&mut self, batch: &[DeviceRows<'_>]) -> Result<Vec<SlotRef>, RingError> {
         self.ring.publish(&self.into, batch)
     }
@@ -285,10 +270,15 @@ impl DeviceRingReader {
         self.ring.read(&self.from, parts)
     }
 
-    /// The rows of the last [`read`](Self::read). They stay until the next one, which is put behind what the stream already
-    /// has to do.
-    pub fn rows(&self) -> DeviceSpan {
-        self.from.staging.span()
+    /// The first `rows` rows of the last [`read`](Self::read), at most as many as there is room for. They stay until the
+    /// next one, which is put behind what the stream already has to do.
+    pub fn rows(&self, rows: u32) -> DeviceRows<'_> {
+        let row_bytes = self.geometry().row_bytes();
+        let held = self.from.staging.span().len / row_bytes;
+        let rows = rows.min(u32::try_from(held).unwrap_or(u32::MAX));
+        // SAFETY: so many rows lie in the staging memory, which lives as long as the borrow of `self`; only this reader
+        // writes it, on the stream that whoever reads them works on.
+        unsafe { DeviceRows::new(self.from.staging.span().ptr, rows, row_bytes) }
     }
 
     /// Replaces `out` by all rows that `slot` holds under the stamp `generation`, however many these are, for another host.

@@ -51,7 +51,7 @@ fn check_words(n: u64, bytes: &[u8]) -> Result<(), Box<dyn Error>> {
 fn rows(source: &DeviceBuffer, slot: usize) -> DeviceRows<'_> {
     let ptr = source.span().ptr + (slot * slot_bytes()) as u64;
     // SAFETY: within the buffer, which was written and waited for, and is borrowed by the value.
-    unsafe { DeviceRows::new(ptr, GEOMETRY.ring.slot_rows) }
+    unsafe { DeviceRows::new(ptr, GEOMETRY.ring.slot_rows, GEOMETRY.row_bytes()) }
 }
 
 pub(crate) fn race(gpu: &Arc<Gpu>, kind: RegionKind) -> Outcome {
@@ -170,7 +170,9 @@ fn read_one(
     bytes.resize(slot_bytes(), 0);
     context.bind_to_thread()?;
     // SAFETY: the rows are as many as were read, and the buffer is as long.
-    let code = unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), reader.rows().ptr, bytes.len()) };
+    let code = unsafe {
+        sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), reader.rows(ring.slot_rows).ptr(), bytes.len())
+    };
     code.result()?;
     Ok(Ok(bytes))
 }

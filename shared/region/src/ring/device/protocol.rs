@@ -5,8 +5,8 @@ use std::fmt;
 use super::super::atomic::{Ordering, fence};
 use super::super::block::{Block, Cursor};
 use super::super::{RingError, SlotRef};
-use super::{DeviceRingGeometry, DeviceRows, SlotPart};
-use crate::RegionError;
+use super::{DeviceRingGeometry, SlotPart};
+use crate::{DeviceRows, RegionError};
 
 /// Copies between the payload of a ring and other memory of its device, done some time between their begin and the end of
 /// the next wait.
@@ -44,15 +44,14 @@ impl Publisher {
     ) -> Result<Vec<SlotRef>, RingError> {
         self.check(batch)?;
         let ring = self.geometry.ring;
-        let published: Vec<SlotRef> = batch.iter().map(|part| self.cursor.next(ring, part.rows)).collect();
+        let published: Vec<SlotRef> = batch.iter().map(|part| self.cursor.next(ring, part.rows())).collect();
         for slot in &published {
             self.block.stamps(slot.slot).begin(slot.generation, slot.rows);
         }
         // The device is no thread whose loads a release fence would order: the stamps must be out before it is told.
         fence(Ordering::SeqCst);
         let begun = published.iter().zip(batch).try_for_each(|(slot, part)| {
-            let bytes = u64::from(part.rows) * self.geometry.row_bytes();
-            queue.begin(self.geometry.at(slot.slot, 0), part.ptr, bytes)
+            queue.begin(self.geometry.at(slot.slot, 0), part.ptr(), part.byte_len())
         });
         // After a failure, too: a copy that was begun must not end in a later publication of its slot.
         let waited = queue.wait();
@@ -69,10 +68,16 @@ impl Publisher {
         if batch.len() > limit as usize {
             return Err(RingError::Batch { limit, given: batch.len() });
         }
-        match batch.iter().find(|part| !(1..=slot_rows).contains(&part.rows)) {
-            Some(part) => Err(RingError::DeviceRows { slot_rows, rows: part.rows }),
-            None => Ok(()),
+        let expected = self.geometry.row_bytes();
+        for part in batch {
+            if !(1..=slot_rows).contains(&part.rows()) {
+                return Err(RingError::DeviceRows { slot_rows, rows: part.rows() });
+            }
+            if part.row_bytes() != expected {
+                return Err(RingError::RowBytes { expected, given: part.row_bytes() });
+            }
         }
+        Ok(())
     }
 }
 

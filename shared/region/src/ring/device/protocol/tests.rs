@@ -47,7 +47,7 @@ impl Fake {
         let at = index * SLOT;
         self.other[at..at + rows as usize * ROW].iter().for_each(|word| word.store(n, Ordering::Relaxed));
         // SAFETY: an address of this fake only.
-        unsafe { DeviceRows::new(4 * at as u64, rows) }
+        unsafe { DeviceRows::new(4 * at as u64, rows, GEOMETRY.row_bytes()) }
     }
 
     fn read(&self, count: usize) -> Vec<u32> {
@@ -196,10 +196,13 @@ fn batches_rooms_and_references_have_limits() {
     assert!(matches!(ring.publish(&[rows; 5]), Err(RingError::Batch { limit: 4, given: 5 })));
     for count in [0, 4] {
         // SAFETY: an address of this fake only.
-        let wrong = unsafe { DeviceRows::new(0, count) };
+        let wrong = unsafe { DeviceRows::new(0, count, GEOMETRY.row_bytes()) };
         let error = ring.publish(&[rows, wrong]).unwrap_err();
         assert!(matches!(error, RingError::DeviceRows { slot_rows: 3, rows } if rows == count), "{error}");
     }
+    // SAFETY: as above.
+    let wide = unsafe { DeviceRows::new(0, 1, 9) };
+    assert!(matches!(ring.publish(&[rows, wide]), Err(RingError::RowBytes { given: 9, .. })));
     let good = ring.publish(&[rows; 4]).unwrap();
     assert_eq!(good[0].generation, 2, "a refused batch uses no stamps");
     let parts: Vec<SlotPart> = good.iter().copied().map(whole).collect();
