@@ -1,6 +1,6 @@
 //! The EAGLE-3 head on the demo pair: chains, trees, batches and late joins.
 
-use crate::common::{PAGE_ROWS, Pool, cpu, deepseek, demo, draft, values};
+use crate::common::{PAGE_ROWS, Pool, backend, deepseek, demo, draft, values};
 use eyrie_model::{
     Aux, CaptureSet, DraftCache, DraftRows, DraftState, Eagle3Head, Feature, Keep, LogitRows, PageAllocator,
     SeqTable, TargetModel,
@@ -14,11 +14,11 @@ struct Bench {
 
 /// A head, and features of `len` positions with the tokens one further on.
 fn bench(len: usize) -> (Bench, Aux, Vec<u32>) {
-    let cpu = cpu(2);
-    let mut target = deepseek(&demo("mini"), &cpu);
+    let backend = backend(2);
+    let mut target = deepseek(&demo("mini"), &backend);
     let capture = CaptureSet::new(&[2, 4, 5], 8).unwrap();
     target.set_capture(&capture).unwrap();
-    let head = draft(&demo("mini-eagle3"), &capture, target.embed_and_head(), &cpu);
+    let head = draft(&demo("mini-eagle3"), &capture, target.embed_and_head(), &backend);
     let tokens: Vec<u32> = (0..=len as u32).map(|i| (i * i * 37 + 11) % 4000 + 8).collect();
     let mut pool = Pool::new(&target, 512);
     let out = pool.feed(&mut target, &mut SeqTable::default(), &tokens[..len], LogitRows::None);
@@ -144,9 +144,9 @@ fn a_tree_of_steps_is_bit_equal_to_the_chains_it_holds() {
             let out = bench.head.step(&mut bench.cache, &[rows]).unwrap();
             (out.states, values(&out.logits))
         };
-    let both = root.select(&cpu(1), &[0, 0]).unwrap();
+    let both = root.select(&backend(1), &[0, 0]).unwrap();
     let (first, logits_1) = level(&mut bench, 23, &[100, 200], &both, Some(&parents[..2]));
-    let crossed = first.select(&cpu(1), &[1, 0]).unwrap();
+    let crossed = first.select(&backend(1), &[1, 0]).unwrap();
     let (_, logits_2) = level(&mut bench, 25, &[300, 400], &crossed, Some(&parents));
     let vocab = bench.head.draft_vocab();
     for (node, chain) in [(0, [100, 400]), (1, [200, 300])] {
@@ -220,7 +220,10 @@ fn bad_rows_are_refused_by_name() {
             bench.head.to_target_id(2048).unwrap_err().to_string(),
             "below the draft vocabulary of 2048, got 2048",
         ),
-        (Aux::from_rows(&cpu(1), vec![0.0; 100], 1152).unwrap_err().to_string(), "expected 1152, got 100"),
+        (
+            Aux::from_rows(&backend(1), vec![0.0; 100], 1152).unwrap_err().to_string(),
+            "expected 1152, got 100",
+        ),
     ] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
     }
@@ -246,7 +249,7 @@ fn bad_rows_are_refused_by_name() {
     assert!(error.contains("takes a chain"), "{error}");
     let error = bench.head.extend(&mut bench.cache, &[]).unwrap_err().to_string();
     assert!(error.contains("at least one sequence, got 0"), "{error}");
-    let state = DraftState::from_rows(&cpu(1), vec![0.0; 384], 384).unwrap();
+    let state = DraftState::from_rows(&backend(1), vec![0.0; 384], 384).unwrap();
     let rows = DraftRows {
         table: &table,
         base_slot: 0,
@@ -261,14 +264,16 @@ fn bad_rows_are_refused_by_name() {
 
 #[test]
 fn a_head_for_another_target_is_refused() {
-    let cpu = cpu(1);
-    let target = deepseek(&demo("mini"), &cpu);
+    let backend = backend(1);
+    let target = deepseek(&demo("mini"), &backend);
     let checkpoint = eyrie_checkpoint::DraftCheckpoint::open(&demo("mini-eagle3")).unwrap();
     let two = CaptureSet::new(&[2, 4], 8).unwrap();
-    let error = Eagle3Head::load(&checkpoint, &two, target.embed_and_head(), &cpu).unwrap_err().to_string();
+    let error =
+        Eagle3Head::load(&checkpoint, &two, target.embed_and_head(), &backend).unwrap_err().to_string();
     assert!(error.contains("fc input width") && error.contains("768") && error.contains("1152"), "{error}");
     let three = CaptureSet::new(&[1, 2, 3], 4).unwrap();
-    let other = deepseek(&crate::common::fixture("v3"), &cpu);
-    let error = Eagle3Head::load(&checkpoint, &three, other.embed_and_head(), &cpu).unwrap_err().to_string();
+    let other = deepseek(&crate::common::fixture("v3"), &backend);
+    let error =
+        Eagle3Head::load(&checkpoint, &three, other.embed_and_head(), &backend).unwrap_err().to_string();
     assert!(error.contains("384"), "{error}");
 }

@@ -1,7 +1,7 @@
 //! Greedy continuations and speculative rounds of the demo pair, computed by an independent implementation.
 
 use crate::common::driver::Pair;
-use crate::common::{Pool, argmax_rows, cpu, deepseek, demo, draft, workspace};
+use crate::common::{Pool, argmax_rows, backend, deepseek, demo, draft, workspace};
 use eyrie_checkpoint::{DraftCheckpoint, aux_ids};
 use eyrie_model::{CaptureSet, DeepSeek, Eagle3Head, LogitRows, SeqTable, TargetModel};
 use serde_json::Value;
@@ -10,31 +10,31 @@ use serde_json::Value;
 const TIE: f64 = 2e-4;
 const ROOM: usize = 256;
 
-fn goldens() -> Vec<Value> {
+pub(crate) fn goldens() -> Vec<Value> {
     let text = std::fs::read_to_string(workspace().join("tests/goldens/goldens_a.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-fn ids(value: &Value) -> Vec<u32> {
+pub(crate) fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
 fn pair() -> (DeepSeek, Eagle3Head) {
-    let cpu = cpu(2);
-    let mut target = deepseek(&demo("mini"), &cpu);
+    let backend = backend(2);
+    let mut target = deepseek(&demo("mini"), &backend);
     let checkpoint = DraftCheckpoint::open(&demo("mini-eagle3")).unwrap();
     let layers = target.config().num_hidden_layers;
     let canonical = aux_ids(checkpoint.config(), layers, None).unwrap().canonical;
     assert_eq!(canonical, [2, 4, 5]);
     let capture = CaptureSet::new(&canonical, layers).unwrap();
     target.set_capture(&capture).unwrap();
-    let head = draft(&demo("mini-eagle3"), &capture, target.embed_and_head(), &cpu);
+    let head = draft(&demo("mini-eagle3"), &capture, target.embed_and_head(), &backend);
     (target, head)
 }
 
 #[test]
 fn greedy_continuations_are_the_goldens() {
-    let mut target = deepseek(&demo("mini"), &cpu(2));
+    let mut target = deepseek(&demo("mini"), &backend(2));
     let goldens = goldens();
     assert_eq!(goldens.len(), 24);
     // All prompts in one batch: what is checked is also that rows do not see each other.

@@ -1,14 +1,14 @@
 //! A row's logits are the same bits whatever runs beside it, however its prefix was cut, on any number of threads.
 
-use crate::common::fixtures::{VARIANTS, WHOLE, expected, load, run};
-use crate::common::{Pool, cpu, deepseek, demo, fixture, values};
+use crate::common::fixtures::{VARIANTS, WHOLE, expected, run};
+use crate::common::{Pool, backend, cpu, deepseek, demo, fixture, values};
 use eyrie_kernels::{Cpu, CpuOptions, Isa};
 use eyrie_model::{CaptureSet, DeepSeek, ForwardOut, Keep, LogitRows, SeqRows, SeqTable, TargetModel};
 
 const ROOM: usize = 2048;
 
 fn mini(threads: usize) -> DeepSeek {
-    let mut model = deepseek(&demo("mini"), &cpu(threads));
+    let mut model = deepseek(&demo("mini"), &backend(threads));
     let layers = model.config().num_hidden_layers;
     model.set_capture(&CaptureSet::new(&[2, 4, 5], layers).unwrap()).unwrap();
     model
@@ -79,7 +79,8 @@ fn instruction_sets_do_not_change_a_bit() {
         let expected = expected(variant);
         let scalar = Cpu::new(CpuOptions { threads: 2, isa: Isa::Scalar }).unwrap().into();
         let scalar = run(&mut deepseek(&fixture(variant), &scalar), &expected, WHOLE);
-        assert_eq!(scalar.logits, run(&mut load(variant, 2), &expected, WHOLE).logits, "{variant}");
+        let best = run(&mut deepseek(&fixture(variant), &cpu(2)), &expected, WHOLE);
+        assert_eq!(scalar.logits, best.logits, "{variant}");
     }
 }
 

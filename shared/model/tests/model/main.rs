@@ -1,5 +1,7 @@
 //! The crate's behaviour from outside, in one binary.
 
+#[cfg(all(test, feature = "cuda"))]
+mod bf16;
 #[cfg(test)]
 mod common;
 #[cfg(test)]

@@ -4,14 +4,14 @@ use std::f64::consts::TAU;
 
 use crate::common::fixtures::{LOGIT_TOLERANCE, VARIANTS, WHOLE, compare, expected, load, run};
 use crate::common::rewrite::{Stored, rewrite};
-use crate::common::{Expected, cpu, deepseek, deepseek_as, fixture, values};
+use crate::common::{Expected, backend, deepseek, deepseek_as, fixture, values};
 use eyrie_checkpoint::{FfnTensors, Layout};
 use eyrie_checkpoint::{Scoring, TargetCheckpoint, TargetConfig, TopkMethod, Yarn, layer_tensors};
 use eyrie_model::{LayerRoutes, TargetModel};
 
 /// How far a changed config moves the logits of a fixture.
 fn moved(variant: &str, change: impl FnOnce(&mut TargetConfig)) -> f64 {
-    let mut model = deepseek_as(&fixture(variant), &cpu(2), change);
+    let mut model = deepseek_as(&fixture(variant), &backend(2), change);
     let expected = expected(variant);
     compare(&run(&mut model, &expected, WHOLE), &expected).0
 }
@@ -111,7 +111,7 @@ fn halves_rotated_instead_of_pairs() {
             }
         });
         let expected = expected(variant);
-        let mut model = deepseek(dir.path(), &cpu(2));
+        let mut model = deepseek(dir.path(), &backend(2));
         let (moved, _) = compare(&run(&mut model, &expected, WHOLE), &expected);
         assert!(moved > 2.0 * LOGIT_TOLERANCE, "{variant} does not see rotated halves: {moved:e}");
     }

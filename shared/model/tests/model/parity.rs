@@ -3,7 +3,7 @@
 use crate::common::fixtures::{
     LOGIT_TOLERANCE, RESID_TOLERANCE, VARIANTS, WHOLE, compare, expected, load, run,
 };
-use crate::common::{Pool, argmax_rows, cpu, draft, fixture, max_diff, values};
+use crate::common::{Pool, argmax_rows, backend, draft, fixture, max_diff, shared, values};
 use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint, aux_ids};
 use eyrie_model::{CaptureSet, DraftRows, Keep, LogitRows, SeqTable, TargetModel, load_target};
 
@@ -71,10 +71,9 @@ fn greedy_decoding_is_the_references_through_the_loader_of_any_architecture() {
     for variant in VARIANTS {
         let expected = expected(variant);
         let checkpoint = TargetCheckpoint::open(&fixture(variant)).unwrap();
-        let mut steps = Vec::new();
-        let mut model =
-            load_target(&checkpoint, crate::common::shared(&checkpoint), &cpu(2), &mut |p| steps.push(p))
-                .unwrap();
+        let (mut steps, backend) = (Vec::new(), backend(2));
+        let shared = shared(&checkpoint, &backend);
+        let mut model = load_target(&checkpoint, shared, &backend, &mut |p| steps.push(p)).unwrap();
         assert!(steps.is_sorted_by_key(|p| p.bytes_done));
         assert_eq!(steps.last().unwrap().bytes_done, steps.last().unwrap().bytes_total, "{variant}");
         let mut pool = Pool::new(model.as_ref(), 256);
@@ -103,7 +102,7 @@ fn check_draft(name: &str) {
     let canonical = aux_ids(checkpoint.config(), layers, None).unwrap().canonical;
     let capture = CaptureSet::new(&canonical, layers).unwrap();
     target.set_capture(&capture).unwrap();
-    let mut head = draft(&fixture(name), &capture, target.embed_and_head(), &cpu(2));
+    let mut head = draft(&fixture(name), &capture, target.embed_and_head(), &backend(2));
     for prompt in 0..2 {
         let at = |what: &str| format!("prompt.{prompt}.{what}");
         let close = |got: &[f32], want: &[f64], what: &str| {

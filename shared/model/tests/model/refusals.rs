@@ -1,10 +1,10 @@
 //! Bad rows are refused with a line that names what, the limit and the value, before anything is computed.
 
-use crate::common::{Pool, cpu, deepseek, demo};
+use crate::common::{Pool, backend, deepseek, demo};
 use eyrie_model::{CaptureSet, DeepSeek, Keep, LogitRows, SeqRows, SeqTable, TargetModel};
 
 fn mini() -> DeepSeek {
-    deepseek(&demo("mini"), &cpu(1))
+    deepseek(&demo("mini"), &backend(1))
 }
 
 fn refusal(tokens: &[u32], base_len: u32, parents: Option<&[u16]>) -> String {

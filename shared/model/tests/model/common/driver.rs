@@ -126,7 +126,7 @@ impl<'a> Pair<'a> {
     /// Emits the choices after `nodes` (root first), keeps their rows and features.
     fn commit(&mut self, nodes: &[usize], y: &[u32], keep: Keep<'_>) {
         self.tokens.extend(nodes.iter().map(|&node| y[node]));
-        self.aux = self.aux.select(&super::cpu(1), nodes).unwrap();
+        self.aux = self.aux.select(&super::backend(1), nodes).unwrap();
         self.target.rollback(&mut self.pool.cache, &mut self.table, keep).unwrap();
         let len = self.table.len();
         self.pool.pages.cut(&mut self.table, len);
@@ -160,7 +160,7 @@ impl<'a> Pair<'a> {
         let mut found = Candidates::default();
         let root: Vec<usize> = found.add(None, 1.0, &logits, top_k);
         let mut beam = root;
-        let mut states = state.select(&super::cpu(1), &vec![0; top_k]).unwrap();
+        let mut states = state.select(&super::backend(1), &vec![0; top_k]).unwrap();
         let (mut parents, mut previous): (Vec<u16>, Vec<usize>) = (vec![0; top_k], Vec::new());
         for level in 1..depth {
             let tokens: Vec<u32> =
@@ -170,7 +170,7 @@ impl<'a> Pair<'a> {
                     .iter()
                     .map(|&c| previous.iter().position(|&p| Some(p) == found.parent[c]).unwrap())
                     .collect();
-                states = states.select(&super::cpu(1), &rows).unwrap();
+                states = states.select(&super::backend(1), &rows).unwrap();
                 parents.extend(rows.iter().map(|&row| (1 + top_k * (level - 2) + row) as u16));
             }
             let rows = DraftRows {

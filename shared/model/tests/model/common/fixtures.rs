@@ -2,7 +2,7 @@
 
 use eyrie_model::{DeepSeek, Keep, LogitRows, SeqRows, SeqTable, TargetModel, Trace};
 
-use super::{Expected, PAGE_ROWS, Pool, cpu, deepseek, fixture, max_diff, values};
+use super::{Expected, PAGE_ROWS, Pool, backend, deepseek, fixture, max_diff, values};
 
 pub(crate) const LOGIT_TOLERANCE: f64 = 5e-5;
 /// Of a stream's largest value: streams grow with depth and with the routed scale.
@@ -72,7 +72,7 @@ fn by_sequence(chunks: &[(usize, &[f32])], sequences: usize) -> Vec<f32> {
 }
 
 pub(crate) fn load(variant: &str, threads: usize) -> DeepSeek {
-    deepseek(&fixture(variant), &cpu(threads))
+    deepseek(&fixture(variant), &backend(threads))
 }
 
 pub(crate) fn expected(variant: &str) -> Expected {

@@ -7,15 +7,17 @@ pub(crate) mod rewrite;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use eyrie_checkpoint::{DraftCheckpoint, TargetCheckpoint, TargetConfig};
-use eyrie_kernels::{Backend, Cpu, CpuOptions, Isa};
+use eyrie_kernels::{Activations, Backend, Cpu, CpuOptions, Isa, Processor};
 use eyrie_model::{
     Backing, CaptureSet, DeepSeek, Eagle3Head, ForwardOut, Keep, LatentCache, LogitRows, PageAllocator,
     SeqRows, SeqTable, SharedWeights, TargetModel,
 };
-use eyrie_region::Epoch;
+use eyrie_region::{Epoch, Gpu};
 
+/// The GPU that a build with the feature `cuda` is tested on.
+pub(crate) const GPU: usize = 0;
 pub(crate) const PAGE_ROWS: usize = 16;
 
 pub(crate) fn workspace() -> PathBuf {
@@ -34,24 +36,57 @@ pub(crate) fn cpu(threads: usize) -> Backend {
     Cpu::new(CpuOptions { threads, isa: Isa::best() }).unwrap().into()
 }
 
-pub(crate) fn shared(checkpoint: &TargetCheckpoint) -> SharedWeights {
-    SharedWeights::build(checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap()
+/// Where the tests compute: on the CPU with that many threads. With the feature `cuda` it is the first GPU, never the CPU
+/// instead, with the activations that `EYRIE_ACTIVATIONS` names, float32 unless told otherwise; one backend a test thread,
+/// since operands of different backends do not mix.
+pub(crate) fn backend(threads: usize) -> Backend {
+    if !cfg!(feature = "cuda") {
+        return cpu(threads);
+    }
+    thread_local! {
+        static BACKEND: Backend = gpu(
+            std::env::var("EYRIE_ACTIVATIONS").map_or(Activations::F32, |numbers| numbers.parse().unwrap()),
+        );
+    }
+    BACKEND.with(Backend::clone)
 }
 
-pub(crate) fn deepseek(dir: &Path, cpu: &Backend) -> DeepSeek {
-    deepseek_as(dir, cpu, |_| {})
+/// The GPU with these activations.
+pub(crate) fn gpu(activations: Activations) -> Backend {
+    let cpu = CpuOptions { threads: 1, isa: Isa::best() };
+    let backend = Backend::open(Processor::Cuda(GPU), activations, cpu).unwrap();
+    assert!(backend.device().is_cuda());
+    backend
+}
+
+/// Embedding and head in memory that `backend` uses where it lies.
+pub(crate) fn shared(checkpoint: &TargetCheckpoint, backend: &Backend) -> SharedWeights {
+    let backing = match backend.device() {
+        Device::Cpu => Backing::Local,
+        _ => Backing::CudaVmm(Gpu::open(GPU).unwrap()),
+    };
+    SharedWeights::build(checkpoint, backing, Epoch::random().unwrap()).unwrap()
+}
+
+pub(crate) fn deepseek(dir: &Path, backend: &Backend) -> DeepSeek {
+    deepseek_as(dir, backend, |_| {})
 }
 
 /// The model in `dir` under a config that `change` has edited.
-pub(crate) fn deepseek_as(dir: &Path, cpu: &Backend, change: impl FnOnce(&mut TargetConfig)) -> DeepSeek {
+pub(crate) fn deepseek_as(dir: &Path, backend: &Backend, change: impl FnOnce(&mut TargetConfig)) -> DeepSeek {
     let checkpoint = TargetCheckpoint::open(dir).unwrap();
     let mut config = checkpoint.config().clone();
     change(&mut config);
-    DeepSeek::load_as(config, &checkpoint, shared(&checkpoint), cpu, &mut |_| {}).unwrap()
+    DeepSeek::load_as(config, &checkpoint, shared(&checkpoint, backend), backend, &mut |_| {}).unwrap()
 }
 
-pub(crate) fn draft(dir: &Path, capture: &CaptureSet, shared: &SharedWeights, cpu: &Backend) -> Eagle3Head {
-    Eagle3Head::load(&DraftCheckpoint::open(dir).unwrap(), capture, shared, cpu).unwrap()
+pub(crate) fn draft(
+    dir: &Path,
+    capture: &CaptureSet,
+    shared: &SharedWeights,
+    backend: &Backend,
+) -> Eagle3Head {
+    Eagle3Head::load(&DraftCheckpoint::open(dir).unwrap(), capture, shared, backend).unwrap()
 }
 
 /// Tensors a fixture's independent reference computed.
@@ -101,8 +136,10 @@ impl Expected {
     }
 }
 
+/// Float32 values, wherever and whatever `tensor` is; no kernel runs for that.
 pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
+    let host = tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    host.flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// Largest absolute difference; NaN counts as infinite.
