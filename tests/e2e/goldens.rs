@@ -10,7 +10,7 @@ const CLOSE: f64 = 2e-4;
 const CLOSE_SCORE: f64 = 1e-5;
 
 /// Three services whose gateway waits for every draft, however busy the machine is.
-async fn patient() -> Trio {
+pub(crate) async fn patient() -> Trio {
     let mut trio = Trio::new(EYRIE);
     trio.start_target("target", &[]);
     trio.start_draft("target");
@@ -19,18 +19,31 @@ async fn patient() -> Trio {
     trio
 }
 
-/// Runs requests beside each other, since a batch is quicker; each comes back with what it gave.
+/// Runs requests, `places` of them beside each other; each comes back with what it gave.
+pub(crate) async fn beside<K: Send + 'static>(
+    trio: &Trio,
+    places: usize,
+    all: impl IntoIterator<Item = (K, Asked)>,
+) -> Vec<(K, Outcome)> {
+    let client = client(&trio.at("gateway")).await;
+    let (mut running, mut done) = (JoinSet::new(), Vec::new());
+    for (key, asked) in all {
+        while running.len() >= places {
+            done.extend(running.join_next().await.map(Result::unwrap));
+        }
+        let mut client = client.clone();
+        running.spawn(async move { (key, asked.run(&mut client).await.unwrap()) });
+    }
+    done.extend(running.join_all().await);
+    done
+}
+
+/// Beside each other, since a batch is quicker.
 async fn at_once<K: Send + 'static>(
     trio: &Trio,
     all: impl IntoIterator<Item = (K, Asked)>,
 ) -> Vec<(K, Outcome)> {
-    let client = client(&trio.at("gateway")).await;
-    let mut running = JoinSet::new();
-    for (key, asked) in all {
-        let mut client = client.clone();
-        running.spawn(async move { (key, asked.run(&mut client).await.unwrap()) });
-    }
-    running.join_all().await
+    beside(trio, usize::MAX, all).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -6,10 +6,8 @@ use std::time::Duration;
 use crate::EYRIE;
 use eyrie_tests::{
     Asked, Outcome, Signal, TargetFault, TargetProxy, Trio, ask, client, collect, goldens, load, speculating,
-    until,
+    target_card, until,
 };
-use eyrie_wire::v1::DescribeRequest;
-use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::{reason_of, retry_after};
 use tonic::{Code, Status};
 
@@ -124,8 +122,7 @@ async fn a_draft_that_slept_while_its_target_was_restarted_is_had_again_in_the_s
     trio.start_target("target", &[]);
     let target = trio.at("target");
     until("the stream to go on", async || load(&target).await.ok().filter(|load| load.steps > 8)).await;
-    let channel = eyrie_wire::connect(&target.parse().unwrap()).await.unwrap();
-    let card = TargetClient::new(channel).describe(DescribeRequest {}).await.unwrap().into_inner();
+    let card = target_card(&target).await.unwrap();
     let left_behind: Vec<_> = card.left_behind.iter().map(|importer| importer.holder.as_str()).collect();
     assert_eq!(left_behind, ["draft"], "it holds the boot before");
     trio.signal("draft", Signal::CONT);

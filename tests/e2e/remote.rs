@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 
 use crate::EYRIE;
 use eyrie_tests::{
-    Outcome, Service, Signal, ask, client, collect, goldens, mini, mini_eagle3, signal, until,
+    Outcome, Service, Signal, ask, client, collect, goldens, mini, mini_eagle3, signal, target_card, until,
 };
 use eyrie_wire::v1::draft_client::DraftClient;
-use eyrie_wire::v1::target_client::TargetClient;
-use eyrie_wire::v1::{DescribeDraftRequest, DescribeRequest, GetModelRequest, ModelCard, TargetLease};
+use eyrie_wire::v1::{DescribeDraftRequest, GetModelRequest, TargetLease};
 
 /// How soon an importer must have let go of memory whose lease it lost.
 const UNMAP_LIMIT: Duration = Duration::from_secs(2);
@@ -74,11 +73,6 @@ impl Place {
     }
 }
 
-async fn card(target: &str) -> Option<ModelCard> {
-    let channel = eyrie_wire::connect(&target.parse().unwrap()).await.ok()?;
-    Some(TargetClient::new(channel).describe(DescribeRequest {}).await.ok()?.into_inner())
-}
-
 /// The memfds that a process maps, as device, inode and path.
 fn memfds(pid: u32) -> HashSet<String> {
     let maps = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("maps")).unwrap();
@@ -122,7 +116,7 @@ async fn a_draft_elsewhere_speculates_as_one_beside_the_target() {
         let shared = memfds(process.pid()).intersection(&memfds(target.pid())).count();
         assert_eq!(shared, if *name == "mapped" { 2 } else { 0 }, "{name}");
     }
-    let remote = card(&address).await.unwrap().leases.iter().filter(|lease| lease.remote).count();
+    let remote = target_card(&address).await.unwrap().leases.iter().filter(|lease| lease.remote).count();
     assert_eq!(remote, 2);
 
     for golden in goldens().iter().take(3) {
@@ -224,7 +218,7 @@ async fn a_restarted_target_names_who_holds_the_former_one_s_memory_and_serves()
 
     let again = place.target("target", &address);
     let loaded = until("the restarted target to load", async || {
-        card(&address).await.filter(|card| !card.fingerprint.is_empty())
+        target_card(&address).await.ok().filter(|card| !card.fingerprint.is_empty())
     });
     let left: Vec<u32> = loaded.await.left_behind.iter().map(|holder| holder.pid).collect();
     assert_eq!(left, [draft.pid()]);
@@ -246,7 +240,7 @@ async fn a_restarted_target_names_who_holds_the_former_one_s_memory_and_serves()
     drop(again);
     let _third = place.target("target", &address);
     let loaded = until("the third target to load", async || {
-        card(&address).await.filter(|card| !card.fingerprint.is_empty())
+        target_card(&address).await.ok().filter(|card| !card.fingerprint.is_empty())
     });
     assert!(loaded.await.left_behind.is_empty());
 }

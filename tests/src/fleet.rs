@@ -175,6 +175,11 @@ impl Service {
         self.child.id()
     }
 
+    /// It has not ended.
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("a child to wait for").is_none()
+    }
+
     /// What it said.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()

@@ -19,11 +19,16 @@ pub use goldens::{Golden, Tree, TreeRound, goldens};
 pub use proxy::{Cable, DraftFault, DraftProxy, Passed, TargetFault, TargetProxy};
 pub use raw::{Answer, call, framed};
 pub use request::{Asked, Outcome, ask, client, collect};
-pub use rest::{at_rest, draft_card, load};
+pub use rest::{at_rest, draft_card, load, target_card};
 pub use trio::{Trio, speculating};
 pub use wild::Wild;
 
 use std::path::{Path, PathBuf};
+
+/// Whether the services of these tests compute on a GPU: they take it from the environment, as this does.
+pub fn on_gpu() -> bool {
+    std::env::var("EYRIE_DEVICE").is_ok_and(|device| device.starts_with("cuda"))
+}
 
 /// The repository's root.
 pub fn root() -> PathBuf {

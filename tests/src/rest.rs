@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use eyrie_wire::v1::draft_client::DraftClient;
 use eyrie_wire::v1::generation_client::GenerationClient;
 use eyrie_wire::v1::target_client::TargetClient;
-use eyrie_wire::v1::{DescribeDraftRequest, DraftCard, GetModelRequest, LoadReport, LoadRequest};
+use eyrie_wire::v1::{
+    DescribeDraftRequest, DescribeRequest, DraftCard, GetModelRequest, LoadReport, LoadRequest, ModelCard,
+};
 use tonic::Status;
 
 use crate::fleet::PATIENCE;
@@ -17,6 +19,15 @@ use crate::fleet::PATIENCE;
 pub async fn load(target: &str) -> Result<LoadReport, Status> {
     let channel = eyrie_wire::connect(&target.parse().expect("an address")).await?;
     Ok(TargetClient::new(channel).load(LoadRequest {}).await?.into_inner())
+}
+
+/// What the target says about itself.
+///
+/// # Errors
+/// It does not answer.
+pub async fn target_card(target: &str) -> Result<ModelCard, Status> {
+    let channel = eyrie_wire::connect(&target.parse().expect("an address")).await?;
+    Ok(TargetClient::new(channel).describe(DescribeRequest {}).await?.into_inner())
 }
 
 /// What the draft says about itself.

@@ -43,35 +43,29 @@ impl Trio {
 
     /// Starts the bundled target on socket `name`.
     pub fn start_target(&mut self, name: &'static str, flags: &[&str]) {
-        let listen = self.at(name);
-        self.spawn(name, &["target", "--listen", &listen, "--model"], &mini(), flags);
+        let mini = mini();
+        self.launch(name, &[], "target", &[&["--model", text(&mini)], flags].concat());
     }
 
     /// Starts the bundled draft on socket `draft`, for the target on socket `target`.
     pub fn start_draft(&mut self, target: &str) {
-        let (listen, target) = (self.at("draft"), self.at(target));
-        self.spawn(
-            "draft",
-            &["draft", "--listen", &listen, "--target", &target, "--model"],
-            &mini_eagle3(),
-            &[],
-        );
+        let (mini, target) = (mini_eagle3(), self.at(target));
+        self.launch("draft", &[], "draft", &["--model", text(&mini), "--target", &target]);
     }
 
     /// Starts a gateway on socket `gateway` between the sockets `target` and `draft`.
     pub fn start_gateway(&mut self, target: &str, draft: &str, flags: &[&str]) {
-        let (listen, target, draft) = (self.at("gateway"), self.at(target), self.at(draft));
-        let mut args = vec!["gateway", "--listen", &listen, "--target", &target, "--draft", &draft];
-        args.extend(flags);
-        let service = Service::start(self.eyrie, &args, self.folder.path());
-        self.services.push(("gateway", service));
+        let (target, draft) = (self.at(target), self.at(draft));
+        let args = [&["--target", &target, "--draft", &draft], flags].concat();
+        self.launch("gateway", &[], "gateway", &args);
     }
 
-    fn spawn(&mut self, name: &'static str, args: &[&str], model: &Path, flags: &[&str]) {
-        let mut args = args.to_vec();
-        args.push(model.to_str().expect("a path in UTF-8"));
-        args.extend(flags);
-        let service = Service::start(self.eyrie, &args, self.folder.path());
+    /// Starts `eyrie SERVICE --listen … ARGS` on socket `name`, as the last arguments of the command `through` if there
+    /// is one.
+    pub fn launch(&mut self, name: &'static str, through: &[&str], service: &str, args: &[&str]) {
+        let listen = self.at(name);
+        let all = [through, &[self.eyrie, service, "--listen", &listen], args].concat();
+        let service = Service::start(all[0], &all[1..], self.folder.path());
         self.services.push((name, service));
     }
 
@@ -80,9 +74,25 @@ impl Trio {
         found.unwrap_or_else(|| panic!("no service {name}"))
     }
 
+    /// Process id of the service on socket `name`.
+    pub fn pid(&self, name: &str) -> u32 {
+        self.services[self.index(name)].1.pid()
+    }
+
+    /// The service on socket `name` has not ended.
+    pub fn is_running(&mut self, name: &str) -> bool {
+        let index = self.index(name);
+        self.services[index].1.is_running()
+    }
+
+    /// What the service on socket `name` said.
+    pub fn log(&self, name: &str) -> String {
+        self.services[self.index(name)].1.log()
+    }
+
     /// Sends a signal to the service on socket `name`.
     pub fn signal(&self, name: &str, with: Signal) {
-        signal(self.services[self.index(name)].1.pid(), with);
+        signal(self.pid(name), with);
     }
 
     /// Ends the service on socket `name` as a crash would, and waits until it is gone.
@@ -102,6 +112,10 @@ impl Trio {
         let draft = draft.then(|| self.at("draft"));
         at_rest(&self.at("gateway"), &self.at("target"), draft.as_deref()).await;
     }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
 }
 
 /// Waits until the gateway at `endpoint` speculates.
