@@ -5,7 +5,7 @@ mod copy;
 mod import;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use eyrie_checkpoint::{AuxConvention, AuxIds, DraftCheckpoint};
 use eyrie_model::ModelError;
@@ -152,13 +152,14 @@ impl Attacher {
         let _ = frames.try_send(frame);
         let mut grants = timely(client.attach(ReceiverStream::new(outgoing))).await?.into_inner();
         let grant = timely(grants.message()).await?.ok_or(NoLease::NoGrant)?;
+        let granted = Instant::now();
         let aux = checks::check(&grant, &card, self.all.checkpoint.config(), self.all.convention)?;
         // Before the import, which maps and checksums all of the shared weights.
         if let Some(twice) = self.held_twice(grant.epoch) {
             return Err(twice);
         }
         let (lease, attachment) = self.load(&mut grants, channel, grant, aux).await?;
-        self.enter(lease, attachment).await?;
+        self.enter(lease, attachment, granted).await?;
         Ok(LeaseStream { _frames: frames, grants })
     }
 
@@ -193,7 +194,12 @@ impl Attacher {
         self.all.state.address_of(epoch).map(|by| NoLease::Twice { epoch, by })
     }
 
-    async fn enter(&self, lease: Lease, attachment: Box<Attachment>) -> Result<(), NoLease> {
+    async fn enter(
+        &self,
+        lease: Lease,
+        attachment: Box<Attachment>,
+        granted: Instant,
+    ) -> Result<(), NoLease> {
         let Attaching { engine, state, health, .. } = self.all.as_ref();
         let health = health.lock().await;
         // Another attacher may have been as far as this one.
@@ -208,6 +214,7 @@ impl Attacher {
             epoch = %format_args!("{:016x}", lease.epoch),
             weights = %lease.memory,
             aux = %lease.aux_rule,
+            after_ms = granted.elapsed().as_millis(),
             "attached"
         );
         state.attached(self.place, Arc::new(lease));
