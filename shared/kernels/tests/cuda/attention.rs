@@ -9,7 +9,7 @@ use eyrie_kernels::{
 };
 
 use crate::common::{Rng, best, bits, flat, tensor, weight};
-use crate::gpu::{Gpu, MOST_ROWS, gpus, host};
+use crate::gpu::{Gpu, MOST_ROWS, gpus, host, sized};
 use crate::sequences::{PAGE, Sequence, prompt, sequences, tree};
 
 /// A layer's attention, its inputs for every row of some sequences, and where those lie.
@@ -198,16 +198,17 @@ fn check_bits(layer: &Layer, gpu: &Gpu, len: usize, chunks: &[(usize, usize)], w
 #[test]
 fn bits_survive_chunks_batches_and_spellings() {
     let chunks = [(1, 1), (63, 0), (64, 5), (65, 0), (512, 300), (MOST_ROWS, 0), (MOST_ROWS, 40)];
+    let (most, len) = sized((MOST_ROWS, 600), (300, 270));
     for gpu in gpus() {
-        let long = Layer::mla(gpu, 120, SMALL, Layout::Bf16, &[MOST_ROWS, 37]);
-        check_bits(&long, gpu, MOST_ROWS, &chunks, "long prompt");
+        let long = Layer::mla(gpu, 120, SMALL, Layout::Bf16, &[most, 37]);
+        check_bits(&long, gpu, most, &chunks, "long prompt");
         for dims in [DIMS[2], DIMS[4]] {
-            let layer = Layer::mla(gpu, 121, dims, Layout::Bf16, &[600, 290]);
-            check_bits(&layer, gpu, 600, &[(7, 3), (64, 600), (600, 0)], &format!("{dims:?}"));
+            let layer = Layer::mla(gpu, 121, dims, Layout::Bf16, &[len, 290]);
+            check_bits(&layer, gpu, len, &[(7, 3), (64, 600), (600, 0)], &format!("{dims:?}"));
         }
         for dims in [GROUPED[0], GROUPED[1], GROUPED[4]] {
-            let layer = Layer::gqa(gpu, 122, dims, &[600, 290]);
-            check_bits(&layer, gpu, 600, &[(7, 3), (64, 600), (600, 0)], &format!("grouped {dims:?}"));
+            let layer = Layer::gqa(gpu, 122, dims, &[len, 290]);
+            check_bits(&layer, gpu, len, &[(7, 3), (64, 600), (600, 0)], &format!("grouped {dims:?}"));
         }
     }
 }
