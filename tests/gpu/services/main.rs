@@ -1,8 +1,6 @@
 //! The services on a GPU, as processes of their own: prints a table and fails where a line of it does.
 //!
 //!     cargo test --release -p eyrie --features cuda,gpu-tests --test gpu [PART OF A NAME]
-//!
-//! Errors of grants (another GPU, a stale epoch, a wrong checksum, lengths) are lines of shared/region/tests/cuda.
 
 #![expect(
     clippy::unwrap_used,
@@ -56,7 +54,7 @@ impl Table {
                 ("FAIL", message(panic.as_ref()))
             }
         };
-        println!("{mark} | {name:<50} | {text} | {:.1} s", begun.elapsed().as_secs_f64());
+        println!("{mark} | {name:<56} | {text} | {:.1} s", begun.elapsed().as_secs_f64());
     }
 }
 
@@ -91,6 +89,9 @@ fn main() -> ExitCode {
             table.line(&format!("{kind}: a draft in {}", space.name), namespaces::draft_in(kind, space));
         }
     }
+    println!(
+        "see  | another GPU, a stale epoch, a wrong checksum by name     | false grants in shared/region/tests/cuda"
+    );
     match table.failed {
         0 => println!("all passed"),
         failed => println!("{failed} FAILED"),

@@ -88,7 +88,8 @@ pub(crate) async fn large_head(device: &Device) -> String {
 pub(crate) async fn handle_without_leave(device: &Device) -> String {
     let mut trio = Trio::new(EYRIE);
     start_target(&mut trio, Pair::Bundled, "cuda_ipc", &[]).await;
-    let refused = start_draft(&mut trio, Pair::Bundled, "draft", &[], &[]).await.unwrap_err();
+    let granted = start_draft(&mut trio, Pair::Bundled, "draft", &[], &[]).await;
+    let refused = granted.map(|lease| lease.kind).unwrap_err();
     assert!(refused.contains("--allow-writable-ipc"), "{refused}");
     drop(trio);
     format!("{refused} ({} MiB free after)", device.free() / MIB)

@@ -41,7 +41,7 @@ pub(crate) async fn start_target(trio: &mut Trio, pair: Pair, kind: &str, flags:
     trio.launch("target", &[], "target", &[&model, &ON_GPU, &[SHARE, kind], flags].concat());
     let card = until("the target to serve", async || {
         let card = target_card(&trio.at("target")).await.ok();
-        assert!(trio.is_running("target"), "the target ended: {}", last_line(&trio.log("target")));
+        assert!(trio.is_running("target"), "the target ended: {}", reason(&trio.log("target")));
         card.filter(|card| card.state() == LoadState::Serving)
     })
     .await;
@@ -62,7 +62,7 @@ pub(crate) async fn start_draft(
     let model = model.each_ref().map(String::as_str);
     trio.launch(name, through, "draft", &[&model, &ON_GPU, &["--target", &target], flags].concat());
     let lease = until("the draft's lease, or why there is none", async || {
-        assert!(trio.is_running(name), "the draft ended: {}", last_line(&trio.log(name)));
+        assert!(trio.is_running(name), "the draft ended: {}", reason(&trio.log(name)));
         let lease = lease(trio, name).await?;
         (lease.attached || lease.because != "starting").then_some(lease)
     })
@@ -91,8 +91,9 @@ pub(crate) fn attach_ms(log: &str) -> u64 {
 }
 
 /// Why a process ended.
-fn last_line(log: &str) -> &str {
-    log.lines().last().unwrap_or("it said nothing")
+fn reason(log: &str) -> &str {
+    let error = log.lines().find(|line| line.starts_with("error"));
+    error.or(log.lines().last()).unwrap_or("it said nothing")
 }
 
 /// `tokens` greedy tokens after golden `number`.
