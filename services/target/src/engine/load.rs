@@ -67,7 +67,7 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
         Processor::Cuda(ordinal) => {
             let gpu = Gpu::open(ordinal).map_err(RegionError::from)?;
             let (free, _) = gpu.memory().map_err(RegionError::from)?;
-            (Backing::CudaVmm(gpu), free)
+            (Backing::CudaVmm(gpu, &backend), free)
         }
     };
     plan.check_memory(checkpoint.config(), available)?;
