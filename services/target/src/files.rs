@@ -136,7 +136,10 @@ mod tests {
         let text = Bytes::from(spec.target_config().unwrap().1);
         assert_eq!(files.infos(), [info("config.json", &text)]);
         assert_eq!(files.config_hash(), blake3::hash(&text).to_hex().to_string());
-        assert_eq!((files.find("config.json"), files.find("tokenizer.json")), (Some(Place::Text(text)), None));
+        assert_eq!(
+            (files.find("config.json"), files.find("tokenizer.json")),
+            (Some(Place::Text(text)), None)
+        );
     }
 
     #[test]

@@ -6,7 +6,9 @@ use std::path::Path;
 use crate::layout::{Layout, ScaleView, WeightView};
 use crate::synth::target_entries;
 use crate::tensors::{LinearSpec, Spec, VectorSpec, layer_tensors, model_tensors};
-use crate::{CheckpointError, Dtype, ModelSource, QuantFormat, Result, TargetConfig, TensorEntry, TensorIndex};
+use crate::{
+    CheckpointError, Dtype, ModelSource, QuantFormat, Result, TargetConfig, TensorEntry, TensorIndex,
+};
 
 /// Problems after which a survey stops: a config may promise millions of tensors that are not there.
 pub(crate) const MOST_PROBLEMS: usize = 10_000;

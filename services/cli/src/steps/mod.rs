@@ -50,7 +50,11 @@ pub(crate) async fn steps(args: StepsArgs) -> anyhow::Result<ExitCode> {
         Some(target) => measure(target, args.draft_at.as_ref(), &args).await?,
         None => with_own_fleet(&args).await?,
     };
-    if args.json { print_json(&lines, &args)? } else { print_table(&lines, args.draft_tokens)? }
+    if args.json {
+        print_json(&lines, &args)?
+    } else {
+        print_table(&lines, args.draft_tokens)?
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -134,13 +134,8 @@ impl Bench {
         let max_tokens = self.sizes.rounds * (self.sizes.k + 1) + 1;
         let limits = Limits { max_tokens, stop_ids: Vec::new(), ignore_eos: true };
         let sampling = Sampling { top_p: 1.0, ..Sampling::default() };
-        let open = Open {
-            tokens,
-            sampling: Some(sampling),
-            limits: Some(limits),
-            features,
-            ..Open::default()
-        };
+        let open =
+            Open { tokens, sampling: Some(sampling), limits: Some(limits), features, ..Open::default() };
         TargetItem { seq, op: Some(target_item::Op::Open(open)) }
     }
 
@@ -157,7 +152,10 @@ impl Bench {
                 }
                 Some(DraftBody::Need(need)) => {
                     needs += 1;
-                    anyhow::ensure!(needs <= MOST_NEEDS, "the draft lacks rows again and again: --aux-cache-bytes is too small");
+                    anyhow::ensure!(
+                        needs <= MOST_NEEDS,
+                        "the draft lacks rows again and again: --aux-cache-bytes is too small"
+                    );
                     self.fetch(out.seq, need.from).await?;
                     let item = self.propose_item(out.seq, k)?;
                     self.lane()?.send(vec![item]).await?;
@@ -255,7 +253,9 @@ impl Bench {
     }
 
     fn sequence(&mut self, seq: u64) -> anyhow::Result<&mut Sequence> {
-        self.sequences.get_mut(&seq).with_context(|| format!("an answer for sequence {seq}, which is not open"))
+        self.sequences
+            .get_mut(&seq)
+            .with_context(|| format!("an answer for sequence {seq}, which is not open"))
     }
 
     async fn close(&mut self) -> anyhow::Result<()> {

@@ -73,9 +73,9 @@ impl Fill {
     /// The tensor of that name.
     pub(crate) fn new(seed: u64, name: &str, numbers: Numbers, elements: usize) -> Self {
         // FNV-1a.
-        let hash = name
-            .bytes()
-            .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+        let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        });
         Self { key: mix(mix(hash).wrapping_add(seed)), numbers, elements }
     }
 
@@ -157,9 +157,12 @@ mod tests {
             fill.write(&mut bytes);
             bytes
         };
-        assert_eq!(of(Numbers::F32 { mean: 0.5, step: 1e-7 }), [0; 12]);
-        assert_eq!(of(Numbers::Bf16 { mean: 0.5, step: 1e-7 }), [0; 6]);
-        assert_eq!(of(Numbers::Nibbles), [0; 12]);
+        assert_eq!(
+            of(Numbers::F32 { mean: 0.5, step: 1e-7 }),
+            [186, 46, 141, 190, 204, 231, 115, 190, 216, 72, 65, 191]
+        );
+        assert_eq!(of(Numbers::Bf16 { mean: 0.5, step: 1e-7 }), [141, 190, 116, 190, 65, 191]);
+        assert_eq!(of(Numbers::Nibbles), [161, 93, 183, 77, 215, 153, 72, 91, 92, 139, 247, 36]);
     }
 
     #[test]

@@ -103,7 +103,11 @@ impl FromStr for SynthSpec {
             None if name == HEAD => Kind::Head,
             None => {
                 let names: Vec<_> = Shape::ALL.into_iter().map(Shape::name).collect();
-                return Err(refuse("the name", format!("one of {}, {HEAD} for a head", names.join(", ")), name));
+                return Err(refuse(
+                    "the name",
+                    format!("one of {}, {HEAD} for a head", names.join(", ")),
+                    name,
+                ));
             }
         };
         let format = match shape {
@@ -111,7 +115,10 @@ impl FromStr for SynthSpec {
             _ => SynthFormat::Bf16,
         };
         let mut spec = Self { kind, seed: 1, format, set: Vec::new(), text: text.to_owned() };
-        settings.split(',').filter(|setting| !setting.is_empty()).try_for_each(|setting| spec.set(setting))?;
+        settings
+            .split(',')
+            .filter(|setting| !setting.is_empty())
+            .try_for_each(|setting| spec.set(setting))?;
         Ok(spec)
     }
 }
@@ -125,7 +132,8 @@ impl SynthSpec {
     }
 
     fn set(&mut self, setting: &str) -> Result<(), SynthError> {
-        let (key, value) = setting.split_once('=').ok_or_else(|| refuse("a setting", "key=value", setting))?;
+        let (key, value) =
+            setting.split_once('=').ok_or_else(|| refuse("a setting", "key=value", setting))?;
         let number = || value.parse::<u64>().map_err(|_| refuse(key, "a whole number", value));
         match (key, self.keys().iter().find(|(known, _)| *known == key)) {
             ("seed", _) => self.seed = number()?,
@@ -138,7 +146,8 @@ impl SynthSpec {
                 self.set.push((key, field, number));
             }
             (_, None) => {
-                let known: Vec<_> = self.keys().iter().map(|(key, _)| *key).chain(["format", "seed"]).collect();
+                let known: Vec<_> =
+                    self.keys().iter().map(|(key, _)| *key).chain(["format", "seed"]).collect();
                 return Err(refuse("a key", format!("one of {}", known.join(", ")), key));
             }
         }
@@ -201,7 +210,8 @@ impl SynthSpec {
                 }
                 let layers = target["num_hidden_layers"].as_u64().unwrap_or(0);
                 if let Some(ids) = written_aux_ids(layers)? {
-                    config.insert("eagle_config".to_owned(), json!({"eagle_aux_hidden_state_layer_ids": ids}));
+                    config
+                        .insert("eagle_config".to_owned(), json!({"eagle_aux_hidden_state_layer_ids": ids}));
                 }
                 config
             }

@@ -69,7 +69,8 @@ fn object(value: Value) -> Map<String, Value> {
 
 /// Experts in INT4 g32 as Kimi-K2.5 stores them, all else float.
 pub(super) fn packed_experts() -> Value {
-    let weights = json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": true});
+    let weights =
+        json!({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": true});
     json!({
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

@@ -22,7 +22,8 @@ pub(crate) fn target_entries(spec: &SynthSpec, config: &TargetConfig) -> Vec<Ten
 
 fn add_tensor(spec: &SynthSpec, config: &TargetConfig, tensor: Spec<'_>, entries: &mut Vec<TensorEntry>) {
     let prefix = config.architecture.tensor_prefix();
-    let mut add = |name: String, dtype, shape| entries.push(TensorEntry::made(prefix.to_owned() + &name, dtype, shape));
+    let mut add =
+        |name: String, dtype, shape| entries.push(TensorEntry::made(prefix.to_owned() + &name, dtype, shape));
     match tensor {
         Spec::Vector(vector) => {
             let is_bias = vector.name.ends_with("_bias");

@@ -106,7 +106,8 @@ fn a_seed_gives_one_model() {
 
 #[test]
 fn a_head_fits_the_target_of_the_same_specification() {
-    for text in ["mini", "mini:layers=3", "mini:layers=5,vocab=1024", "deepseek-v2-lite", "kimi-k2:layers=8"] {
+    for text in ["mini", "mini:layers=3", "mini:layers=5,vocab=1024", "deepseek-v2-lite", "kimi-k2:layers=8"]
+    {
         let (draft, target) = (DraftCheckpoint::from_source(&source(text)).unwrap(), target(text));
         let (own, config) = (draft.config(), target.config());
         assert_eq!((own.hidden_size, own.vocab_size), (config.hidden_size, config.vocab_size), "{text}");
@@ -114,7 +115,8 @@ fn a_head_fits_the_target_of_the_same_specification() {
         let ids = aux_ids(own, config.num_hidden_layers, None).unwrap();
         assert_eq!(ids.canonical.len(), 3, "{text}: {ids:?}");
     }
-    let own = DraftConfig::from_source(&source("eagle3:hidden=256,heads=4,kv-heads=2,head-dim=64,aux=5")).unwrap();
+    let own =
+        DraftConfig::from_source(&source("eagle3:hidden=256,heads=4,kv-heads=2,head-dim=64,aux=5")).unwrap();
     assert_eq!((own.hidden_size, own.num_key_value_heads, own.num_aux_hidden_states), (256, 2, 5));
 }
 

@@ -73,7 +73,9 @@ fn every_listed_tensor_can_be_viewed() {
                     }
                     other => panic!("{name} {}: {other}", linear.name),
                 }
-                assert!(matches!(view.data, Bytes::Mapped { region, .. } if region.kind() == RegionKind::FileMap));
+                assert!(
+                    matches!(view.data, Bytes::Mapped { region, .. } if region.kind() == RegionKind::FileMap)
+                );
             }
         }
         let head = checkpoint.linear(&model_tensors(config).head.name).unwrap();

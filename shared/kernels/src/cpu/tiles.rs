@@ -111,7 +111,8 @@ impl<'a> Dense<'a> {
     /// Checks as [`check`](Self::check).
     pub(crate) fn new(op: &'static str, view: &'a WeightView) -> Result<Dense<'a>> {
         Self::check(op, view)?;
-        let scales = if view.layout == Layout::Int4G32 { view.scale_bytes()? } else { Cow::Borrowed(&[][..]) };
+        let scales =
+            if view.layout == Layout::Int4G32 { view.scale_bytes()? } else { Cow::Borrowed(&[][..]) };
         Ok(Dense { layout: view.layout, inputs: view.shape[1], bytes: view.bytes()?, scales })
     }
 

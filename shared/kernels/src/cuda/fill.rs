@@ -31,12 +31,7 @@ impl Cuda {
     }
 
     /// Makes `fill` in `memory`, from `offset` on, and waits.
-    pub(crate) fn fill_memory(
-        &self,
-        fill: &Fill,
-        memory: &mut DeviceSpanMut<'_>,
-        offset: u64,
-    ) -> Result<()> {
+    pub(crate) fn fill_memory(&self, fill: &Fill, memory: &mut DeviceSpanMut<'_>, offset: u64) -> Result<()> {
         let span = memory.span();
         if span.ordinal != self.ordinal() {
             let want = format!("memory of GPU {}", self.ordinal());
@@ -56,14 +51,21 @@ impl Cuda {
     unsafe fn fill(&self, fill: &Fill, to: u64) -> Result<()> {
         let Fill { key, numbers, elements } = *fill;
         if !to.is_multiple_of(numbers.size() as u64) {
-            return Err(limit(OP, "address", format!("{to:#x}"), format!("a multiple of {}", numbers.size())));
+            return Err(limit(
+                OP,
+                "address",
+                format!("{to:#x}"),
+                format!("a multiple of {}", numbers.size()),
+            ));
         }
         let grid = Grid::new(elements.div_ceil(THREADS).min(MOST_BLOCKS), 1, 1);
         // SAFETY: the kernels write `elements` elements of their kind from `to` on, which is the caller's promise.
         unsafe {
             match numbers {
                 Numbers::F32 { mean, step } => self.launch("fill_f32", grid, (key, to, mean, step, elements)),
-                Numbers::Bf16 { mean, step } => self.launch("fill_bf16", grid, (key, to, mean, step, elements)),
+                Numbers::Bf16 { mean, step } => {
+                    self.launch("fill_bf16", grid, (key, to, mean, step, elements))
+                }
                 Numbers::Nibbles => self.launch("fill_nibbles", grid, (key, to, elements)),
             }
         }

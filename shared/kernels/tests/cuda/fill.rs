@@ -8,8 +8,7 @@ use crate::gpu::{gpus, host};
 /// A weight that is made from random keys, with a spread as checkpoints have.
 fn made(rng: &mut Rng, layout: Layout, [out, width]: [usize; 2]) -> WeightView {
     let (mean, step) = (rng.value(), rng.value().abs() / (1 << 24) as f32);
-    let mut fill =
-        |numbers, elements| Bytes::Made(Fill { key: rng.next(), numbers, elements });
+    let mut fill = |numbers, elements| Bytes::Made(Fill { key: rng.next(), numbers, elements });
     let bf16 = Numbers::Bf16 { mean, step };
     let (data, scales) = match layout {
         Layout::F32 => (fill(Numbers::F32 { mean, step }, out * width), None),

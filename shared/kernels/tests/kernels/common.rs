@@ -93,8 +93,7 @@ fn int4(rng: &mut Rng, [out, width]: [usize; 2]) -> (WeightView, Vec<f64>) {
         .collect();
     let scale_bytes: Vec<u8> = scales.iter().flat_map(|v| v.to_le_bytes()).collect();
     let mut view = view(Layout::Int4G32, [out, width], bytes);
-    view.scales =
-        Some(ScaleView { data: mapped(scale_bytes), dtype: Dtype::Bf16, shape: [out, width / 32] });
+    view.scales = Some(ScaleView { data: mapped(scale_bytes), dtype: Dtype::Bf16, shape: [out, width / 32] });
     (view, values)
 }
 
