@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use eyrie_checkpoint::{ModelSource, SynthSpec};
 use eyrie_draft::SharedSource;
 use eyrie_kernels::{Activations, Processor};
 use eyrie_region::RegionKind;
@@ -58,6 +59,9 @@ pub(crate) struct ModelArgs {
     /// Serve without a draft: plain decoding
     #[arg(long)]
     pub(crate) no_draft: bool,
+    /// Make target and head up from a seed instead: see `eyrie target --help`. Prompts must be token ids
+    #[arg(long, value_name = "SPEC", conflicts_with_all = ["target", "draft"])]
+    pub(crate) synth: Option<SynthSpec>,
     /// What the draft's aux-layer ids mean, entering or after a layer, where its file does not tell
     #[arg(long, value_name = "MEANING", value_enum, hide_possible_values = true)]
     pub(crate) aux_convention: Option<AuxMeaning>,
@@ -73,6 +77,12 @@ pub(crate) struct ModelArgs {
     /// Prompt rows of one step at most [default: 256]
     #[arg(long, value_name = "N")]
     pub(crate) prefill_chunk: Option<u32>,
+    /// Tokens that the draft's KV cache holds, where not as many as by itself.
+    #[arg(skip)]
+    pub(crate) draft_tokens: Option<u32>,
+    /// Sequences at once, likewise of both.
+    #[arg(skip)]
+    pub(crate) max_sequences: Option<u32>,
 }
 
 /// How the three processes are looked after.
@@ -127,7 +137,10 @@ pub(crate) struct UpArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) what: Option<BenchWhat>,
     #[command(flatten)]
     pub(crate) models: ModelArgs,
     /// Tokens to generate for each prompt
@@ -136,6 +149,39 @@ pub(crate) struct BenchArgs {
     /// Passes over all settings; the median of each is reported
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) repeats: u32,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchWhat {
+    /// Measure milliseconds of a step and of a round by batch, straight at target and draft: needs no tokenizer
+    Steps(StepsArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StepsArgs {
+    #[command(flatten)]
+    pub(crate) models: ModelArgs,
+    /// A target that runs already, instead of starting one
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address, conflicts_with_all = ["target", "draft", "synth"])]
+    pub(crate) target_at: Option<Address>,
+    /// Its draft; without one steps are plain
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address, requires = "target_at")]
+    pub(crate) draft_at: Option<Address>,
+    /// Sequences at once
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1,2,4,8,16,32,64", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) batch: Vec<u32>,
+    /// Tokens of each prompt
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) prompt_tokens: u32,
+    /// Steps and rounds that are timed of each kind
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) rounds: u32,
+    /// Tokens drafted a round
+    #[arg(long, value_name = "K", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=63))]
+    pub(crate) draft_tokens: u32,
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
@@ -256,11 +302,36 @@ pub(crate) struct ComputeArgs {
     pub(crate) threads: Option<u32>,
 }
 
+/// What a service loads.
 #[derive(Debug, Args)]
-pub(crate) struct TargetArgs {
+#[group(required = true, multiple = false)]
+pub(crate) struct SourceArgs {
     /// Checkpoint folder
     #[arg(long, value_name = "DIR")]
-    pub(crate) model: PathBuf,
+    model: Option<PathBuf>,
+    /// Make the weights up from a seed, in the memory that they are used in, as NAME[:key=value,...]: for measuring models
+    /// that are not there. Names: deepseek-v2-lite, deepseek-v3, kimi-k2, mini. Keys: layers, dense-layers, experts,
+    /// active-experts, shared-experts, expert-width, groups, hidden, heads, width, vocab, context, format (bf16, f32, or int4
+    /// for the experts alone) and seed. A draft takes its target's SPEC, or eagle3:hidden=...,heads=...,kv-heads=...,
+    /// head-dim=...,width=...,vocab=...,aux=...,context=...
+    #[arg(long, value_name = "SPEC")]
+    synth: Option<SynthSpec>,
+}
+
+impl SourceArgs {
+    /// One of the two, which are required.
+    pub(crate) fn source(self) -> ModelSource {
+        match (self.model, self.synth) {
+            (_, Some(spec)) => spec.into(),
+            (dir, None) => dir.unwrap_or_default().into(),
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TargetArgs {
+    #[command(flatten)]
+    pub(crate) model: SourceArgs,
     /// Where to serve: unix:/path.sock or host:port
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     pub(crate) listen: Address,
@@ -299,9 +370,8 @@ pub(crate) struct TargetArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct DraftArgs {
-    /// Folder of the EAGLE-3 head
-    #[arg(long, value_name = "DIR")]
-    pub(crate) model: PathBuf,
+    #[command(flatten)]
+    pub(crate) model: SourceArgs,
     /// Where to serve
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     pub(crate) listen: Address,

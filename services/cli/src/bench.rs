@@ -7,10 +7,11 @@ use eyrie_wire::Address;
 use indicatif::ProgressBar;
 use serde_json::json;
 
-use crate::args::BenchArgs;
+use crate::args::{BenchArgs, BenchWhat};
 use crate::client::{self, Client, Drafting};
 use crate::fleet::{Fleet, Shape};
 use crate::signals::Signals;
+use crate::steps;
 use crate::style::{self, Style};
 
 const PROMPTS: [&str; 4] = [
@@ -32,6 +33,9 @@ struct Setting {
 
 /// Runs the command.
 pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
+    if let Some(BenchWhat::Steps(args)) = args.what {
+        return steps::steps(args).await;
+    }
     let listen: Address = "127.0.0.1:0".parse()?;
     let mut fleet = Fleet::start(&args.models, None, &listen, Shape::PAIR).await?;
     let mut ending = Signals::listen()?;

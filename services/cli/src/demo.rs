@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
+use eyrie_checkpoint::ModelSource;
 use eyrie_wire::v1::{FinishReason, Model, Usage};
 use eyrie_wire::{Address, v1::GetModelRequest};
 
@@ -22,8 +23,11 @@ const WORTHWHILE: f64 = 1.2;
 /// Where the bundled pair lies, from the repository's root.
 const BUNDLED: &str = "deploy/demo";
 
-/// Target and draft folders: as given, else the bundled ones.
-pub(crate) fn pair_dirs(models: &ModelArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
+/// Target and draft: as given, else the bundled ones.
+pub(crate) fn pair(models: &ModelArgs) -> anyhow::Result<(ModelSource, Option<ModelSource>)> {
+    if let Some(spec) = &models.synth {
+        return Ok((spec.clone().into(), (!models.no_draft).then(|| spec.clone().into())));
+    }
     let target = match &models.target {
         Some(dir) => dir.clone(),
         None => bundled("mini")?,
@@ -39,7 +43,7 @@ pub(crate) fn pair_dirs(models: &ModelArgs) -> anyhow::Result<(PathBuf, Option<P
             None
         }
     };
-    Ok((target, draft))
+    Ok((target.into(), draft.map(Into::into)))
 }
 
 /// The bundled folder `name`, looked for upwards from the working directory and from the binary.

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use eyrie_checkpoint::pair::{Check, Report, Status, preflight_with};
-use eyrie_checkpoint::{AuxConvention, DraftConfig, TargetConfig, aux_ids};
+use eyrie_checkpoint::{AuxConvention, DraftConfig, ModelSource, TargetConfig, aux_ids};
 
 use eyrie_text::Tokenizer;
 
@@ -100,10 +100,10 @@ pub(crate) fn require(
 /// # Errors
 /// A config that cannot be read, or ids whose meaning stays open.
 pub(crate) fn capture_set(
-    target: &Path,
-    draft: &Path,
+    target: &ModelSource,
+    draft: &ModelSource,
     aux_convention: Option<AuxMeaning>,
 ) -> anyhow::Result<Vec<usize>> {
-    let layers = TargetConfig::from_dir(target)?.num_hidden_layers;
-    Ok(aux_ids(&DraftConfig::from_dir(draft)?, layers, aux_convention.map(Into::into))?.canonical)
+    let layers = TargetConfig::from_source(target)?.num_hidden_layers;
+    Ok(aux_ids(&DraftConfig::from_source(draft)?, layers, aux_convention.map(Into::into))?.canonical)
 }

@@ -11,6 +11,7 @@ mod generate;
 mod heap;
 mod service;
 mod signals;
+mod steps;
 mod style;
 mod up;
 

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
+use eyrie_checkpoint::ModelSource;
 use eyrie_kernels::Isa;
 use eyrie_service::{Drain, LogFormat, init_telemetry};
 use tokio::io::AsyncReadExt;
@@ -15,9 +16,12 @@ use crate::signals::Signals;
 
 /// Runs the target service until it is drained.
 pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
-    doctor::require(&args.model, None, None)?;
+    let model = args.model.source();
+    if let ModelSource::Folder(dir) = &model {
+        doctor::require(dir, None, None)?;
+    }
     let drain = begin(&args.service)?;
-    let defaults = eyrie_target::TargetOptions::new(args.model, args.listen);
+    let defaults = eyrie_target::TargetOptions::new(model, args.listen);
     let options = eyrie_target::TargetOptions {
         context: args.context,
         kv_tokens: args.kv_tokens,
@@ -41,7 +45,7 @@ pub(crate) async fn target(args: TargetArgs) -> anyhow::Result<ExitCode> {
 /// Runs the draft service until it is drained.
 pub(crate) async fn draft(args: DraftArgs) -> anyhow::Result<ExitCode> {
     let drain = begin(&args.service)?;
-    let defaults = eyrie_draft::DraftOptions::new(args.model, args.listen, args.target);
+    let defaults = eyrie_draft::DraftOptions::new(args.model.source(), args.listen, args.target);
     let options = eyrie_draft::DraftOptions {
         shared: args.shared_weights,
         allow_writable_ipc: args.allow_writable_ipc,

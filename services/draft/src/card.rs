@@ -1,6 +1,5 @@
 //! What the service says about itself.
 
-use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
 use eyrie_checkpoint::{DraftCheckpoint, EmbedSource};
@@ -29,7 +28,7 @@ impl HeadCard {
     pub(crate) fn new(options: &DraftOptions, checkpoint: &DraftCheckpoint) -> Self {
         let config = checkpoint.config();
         Self {
-            name: folder_name(&options.model_dir),
+            name: options.model.name(),
             architecture: ARCHITECTURE.to_owned(),
             draft_vocab_size: config.draft_vocab_size as u32,
             trained_length: config.max_position_embeddings as u32,
@@ -89,12 +88,6 @@ fn target_lease((address, standing): (Address, Standing)) -> TargetLease {
         }
     }
     told
-}
-
-fn folder_name(dir: &Path) -> String {
-    let absolute = dir.canonicalize();
-    let dir = absolute.as_deref().unwrap_or(dir);
-    dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy().into_owned()
 }
 
 /// Bytes of the head's tensors in this process; an embedding in the file is not loaded where the target's is used.

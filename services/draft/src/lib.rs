@@ -93,7 +93,7 @@ pub async fn run(
 
 /// The head's files, and its weights packed; a folder given for shared weights must be a checkpoint.
 async fn open(options: &DraftOptions) -> Result<(Arc<DraftCheckpoint>, Arc<HeadWeights>), DraftError> {
-    let dir = options.model_dir.clone();
+    let model = options.model.clone();
     let cpu = CpuOptions { threads: options.threads, isa: options.isa };
     let processor = options.processor;
     let activations = options.activations.unwrap_or(processor.usual());
@@ -102,7 +102,7 @@ async fn open(options: &DraftOptions) -> Result<(Arc<DraftCheckpoint>, Arc<HeadW
         SharedSource::Map | SharedSource::Target => None,
     };
     let opened = tokio::task::spawn_blocking(move || -> Result<_, DraftError> {
-        let checkpoint = DraftCheckpoint::open(&dir)?;
+        let checkpoint = DraftCheckpoint::from_source(&model)?;
         folder.map(|folder: PathBuf| TargetCheckpoint::open(&folder)).transpose()?;
         let backend = Backend::open(processor, activations, cpu)?;
         let head = HeadWeights::load(&checkpoint, &backend)?;

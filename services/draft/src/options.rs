@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use eyrie_checkpoint::AuxConvention;
+use eyrie_checkpoint::{AuxConvention, ModelSource};
 use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_wire::{Address, MAX_VERIFY_ROWS};
 
@@ -36,8 +36,8 @@ impl From<&str> for SharedSource {
 /// How a draft service is run.
 #[derive(Debug, Clone)]
 pub struct DraftOptions {
-    /// Folder of the EAGLE-3 head.
-    pub model_dir: PathBuf,
+    /// The EAGLE-3 head.
+    pub model: ModelSource,
     /// Where to listen.
     pub listen: Address,
     /// The targets to attach to, 1 to 16, all different.
@@ -72,11 +72,11 @@ pub struct DraftOptions {
 }
 
 impl DraftOptions {
-    /// Defaults for the head in `model_dir`: mapped weights, all threads, 16,384 cached positions, 64 sequences,
+    /// Defaults for the head in `model`: mapped weights, all threads, 16,384 cached positions, 64 sequences,
     /// 63 draft tokens, 60 s for unary calls.
-    pub fn new(model_dir: PathBuf, listen: Address, targets: Vec<Address>) -> Self {
+    pub fn new(model: impl Into<ModelSource>, listen: Address, targets: Vec<Address>) -> Self {
         Self {
-            model_dir,
+            model: model.into(),
             listen,
             targets,
             shared: SharedSource::Map,

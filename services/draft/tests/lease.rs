@@ -248,7 +248,7 @@ async fn a_service_that_cannot_start_says_why() {
     assert_eq!(hasty, "option unary-idle must be 1ms..=3600s, given 0ns");
     let idle = start(DraftOptions { threads: 0, ..options.clone() }).await;
     assert_eq!(idle, "cpu: threads is 0, limit 1..=1024");
-    let absent = start(DraftOptions { model_dir: dir.path().join("none"), ..options.clone() }).await;
+    let absent = start(DraftOptions { model: dir.path().join("none").into(), ..options.clone() }).await;
     assert!(absent.contains("none/config.json"), "{absent}");
     let nowhere = Address::Unix(dir.path().join("no/such/folder.sock"));
     let deaf = start(DraftOptions { listen: nowhere, ..options }).await;

@@ -107,7 +107,15 @@ fn set_up() -> Setup {
     let epoch = Epoch::random().unwrap();
     let files = Files::scan(&dir).unwrap();
     let importers = Importers::open(dir.join("none/importers"));
-    let state = Arc::new(State::new(&checkpoint, plan.clone(), files, epoch, importers, Weak::new()));
+    let state = Arc::new(State::new(
+        "mini".to_owned(),
+        &checkpoint,
+        plan.clone(),
+        files,
+        epoch,
+        importers,
+        Weak::new(),
+    ));
     let (sender, mailbox) = mailbox();
     let drain = Drain::new();
     let service = Service::new(Arc::clone(&state), sender, drain.clone(), Duration::ZERO);

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use bytes::Bytes;
+use eyrie_checkpoint::{CheckpointError, ModelSource};
 use eyrie_wire::v1::{FileInfo, GenerationDefaults};
 use serde_json::Value;
 
@@ -19,15 +21,35 @@ const SERVED: [&str; 6] = [
     "tiktoken.model",
 ];
 
+/// Where a served file is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    At(PathBuf),
+    /// It was made up, and is in no folder.
+    Text(Bytes),
+}
+
 /// The files that are there, with length and hash as of the start.
 #[derive(Debug)]
 pub(crate) struct Files {
-    dir: PathBuf,
+    /// The folder, or the whole config.json of a model that has none.
+    source: Place,
     infos: Vec<FileInfo>,
     defaults: GenerationDefaults,
 }
 
 impl Files {
+    /// Those of a model.
+    pub(crate) fn of(model: &ModelSource) -> Result<Self, TargetError> {
+        let spec = match model {
+            ModelSource::Folder(dir) => return Self::scan(dir),
+            ModelSource::Synth(spec) => spec,
+        };
+        let (_, config) = spec.target_config().map_err(CheckpointError::from)?;
+        let infos = vec![info(CONFIG, config.as_bytes())];
+        Ok(Self { source: Place::Text(config.into()), infos, defaults: GenerationDefaults::default() })
+    }
+
     /// Reads and hashes the served files of `dir`.
     pub(crate) fn scan(dir: &Path) -> Result<Self, TargetError> {
         let mut infos = Vec::new();
@@ -41,10 +63,9 @@ impl Files {
             if name == GENERATION_CONFIG {
                 defaults = generation_defaults(&data);
             }
-            let blake3 = blake3::hash(&data).to_hex().to_string();
-            infos.push(FileInfo { name: name.to_owned(), bytes: data.len() as u64, blake3 });
+            infos.push(info(name, &data));
         }
-        Ok(Self { dir: dir.to_owned(), infos, defaults })
+        Ok(Self { source: Place::At(dir.to_owned()), infos, defaults })
     }
 
     pub(crate) fn infos(&self) -> &[FileInfo] {
@@ -57,15 +78,23 @@ impl Files {
         config.map(|info| info.blake3.clone()).unwrap_or_default()
     }
 
-    /// The path of a served file; names that were not found by [`scan`](Self::scan) have none.
-    pub(crate) fn path(&self, name: &str) -> Option<PathBuf> {
-        self.infos.iter().any(|info| info.name == name).then(|| self.dir.join(name))
+    /// Where a served file is; names that are not among [`infos`](Self::infos) have no place.
+    pub(crate) fn find(&self, name: &str) -> Option<Place> {
+        self.infos.iter().any(|info| info.name == name).then(|| match &self.source {
+            Place::At(dir) => Place::At(dir.join(name)),
+            text => text.clone(),
+        })
     }
 
     /// How the model's authors sample from it.
     pub(crate) fn generation_defaults(&self) -> GenerationDefaults {
         self.defaults
     }
+}
+
+fn info(name: &str, data: &[u8]) -> FileInfo {
+    let blake3 = blake3::hash(data).to_hex().to_string();
+    FileInfo { name: name.to_owned(), bytes: data.len() as u64, blake3 }
 }
 
 /// What a `generation_config.json` says about sampling: nothing when it does not ask to sample. Its syntax was
@@ -82,6 +111,8 @@ fn generation_defaults(text: &[u8]) -> GenerationDefaults {
 
 #[cfg(test)]
 mod tests {
+    use eyrie_checkpoint::SynthSpec;
+
     use super::*;
 
     #[test]
@@ -92,10 +123,23 @@ mod tests {
         let files = Files::scan(dir.path()).unwrap();
         assert_eq!(files.infos().len(), 1);
         assert_eq!((files.infos()[0].bytes, files.infos()[0].blake3.len()), (2, 64));
-        assert!(files.path("config.json").is_some());
+        assert_eq!(files.find("config.json"), Some(Place::At(dir.path().join("config.json"))));
         for name in ["secret.txt", "tokenizer.json", "../config.json", ""] {
-            assert_eq!(files.path(name), None, "{name}");
+            assert_eq!(files.find(name), None, "{name}");
         }
+    }
+
+    #[test]
+    fn a_made_up_model_has_a_config_and_nothing_else() {
+        let spec: SynthSpec = "mini:layers=3".parse().unwrap();
+        let files = Files::of(&spec.clone().into()).unwrap();
+        let text = Bytes::from(spec.target_config().unwrap().1);
+        assert_eq!(files.infos(), [info("config.json", &text)]);
+        assert_eq!(files.config_hash(), blake3::hash(&text).to_hex().to_string());
+        assert_eq!(
+            (files.find("config.json"), files.find("tokenizer.json")),
+            (Some(Place::Text(text)), None)
+        );
     }
 
     #[test]

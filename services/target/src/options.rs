@@ -1,6 +1,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use eyrie_checkpoint::ModelSource;
 use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_region::RegionKind;
 use eyrie_wire::{Address, MAX_VERIFY_ROWS};
@@ -10,8 +11,8 @@ use crate::TargetError;
 /// How to serve a target.
 #[derive(Debug, Clone)]
 pub struct TargetOptions {
-    /// Folder of the checkpoint.
-    pub model_dir: PathBuf,
+    /// The checkpoint.
+    pub model: ModelSource,
     /// Where to listen.
     pub listen: Address,
     /// Prompt and generated tokens together; default and limit: the model's `max_position_embeddings`.
@@ -49,10 +50,10 @@ pub struct TargetOptions {
 }
 
 impl TargetOptions {
-    /// The defaults for serving `model_dir` on `listen`.
-    pub fn new(model_dir: impl Into<PathBuf>, listen: Address) -> Self {
+    /// The defaults for serving `model` on `listen`.
+    pub fn new(model: impl Into<ModelSource>, listen: Address) -> Self {
         Self {
-            model_dir: model_dir.into(),
+            model: model.into(),
             listen,
             context: None,
             kv_tokens: 16 * 1024,

@@ -47,16 +47,17 @@ pub async fn run(
     drain: Drain,
     on_ready: impl FnOnce(&Ready),
 ) -> Result<(), TargetError> {
-    let checkpoint = Arc::new(TargetCheckpoint::open(&options.model_dir)?);
+    let checkpoint = Arc::new(TargetCheckpoint::from_source(&options.model)?);
     let plan = Plan::new(&options, checkpoint.config())?;
-    let files = Files::scan(&options.model_dir)?;
+    let files = Files::of(&options.model)?;
     let epoch = Epoch::random()?;
     let listener = Listener::bind(&options.listen).await?;
     let address = listener.address().clone();
     let runtime_dir = options.runtime_dir.as_deref();
     let door = Arc::new(FdDoor::bind(door_path(&address, runtime_dir))?);
     let importers = Importers::open(ledger_path(&address, runtime_dir));
-    let state = Arc::new(State::new(&checkpoint, plan, files, epoch, importers, Arc::downgrade(&door)));
+    let name = options.model.name();
+    let state = Arc::new(State::new(name, &checkpoint, plan, files, epoch, importers, Arc::downgrade(&door)));
     let (sender, receiver) = mailbox();
     let service = Service::new(Arc::clone(&state), sender, drain.clone(), options.drain_grace);
     let mut engine = EngineThread::spawn(&state, checkpoint, receiver, drain.clone())?;

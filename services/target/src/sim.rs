@@ -70,8 +70,9 @@ pub fn boot(boot: Boot<'_>) -> Result<(Target, Front), TargetError> {
     let plan = Plan::new(options, checkpoint.config())?;
     // No files: a gateway of a simulation speaks token ids.
     let files = Files::scan(Path::new("/nowhere"))?;
+    let name = options.model.name();
     let none = Importers::none();
-    let state = Arc::new(State::new(checkpoint, plan.clone(), files, epoch, none, Weak::new()));
+    let state = Arc::new(State::new(name, checkpoint, plan.clone(), files, epoch, none, Weak::new()));
     let (sender, mailbox) = mailbox();
     let drain = Drain::new();
     let backend = Backend::from(Cpu::new(CpuOptions { threads: 1, isa: Isa::best() })?);

@@ -38,6 +38,7 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(
+        name: String,
         checkpoint: &TargetCheckpoint,
         plan: Plan,
         files: Files,
@@ -45,8 +46,6 @@ impl State {
         importers: Importers,
         door: Weak<FdDoor>,
     ) -> Self {
-        let dir = checkpoint.index().dir();
-        let name = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
         Self {
             epoch,
             plan,
@@ -56,7 +55,7 @@ impl State {
             gauges: Arc::new(Gauges::new()),
             door,
             config: checkpoint.config().clone(),
-            name: name.file_name().unwrap_or(name.as_os_str()).to_string_lossy().into_owned(),
+            name,
             loaded_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(checkpoint.account().loaded.bytes),
             formats: OnceLock::new(),

@@ -51,6 +51,9 @@ pub enum CheckpointError {
         /// What is wrong and what is expected.
         problem: String,
     },
+    /// A specification of a made-up model that stands for none.
+    #[error(transparent)]
+    Synth(#[from] crate::SynthError),
     /// A tensor that is missing, unexpected, or of the wrong shape, dtype or content.
     #[error("{}: tensor {}: {}", path.display(), plain(tensor), plain(problem))]
     Tensor {

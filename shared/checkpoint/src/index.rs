@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs;
 use std::io::ErrorKind;
@@ -6,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use eyrie_region::{FileMap, Region};
+use eyrie_region::FileMap;
 
 use crate::header::{self, HeaderEntry, HeaderError};
+use crate::synth::numbers_of;
 use crate::weight_map::WeightMap;
-use crate::{CheckpointError, Dtype, Result, json};
+use crate::{Bytes, CheckpointError, Dtype, Fill, Result, json};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -24,12 +26,18 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// Dimensions, outermost first; empty for a scalar.
     pub shape: Vec<usize>,
-    /// Bytes within its shard's file.
+    /// Bytes within its shard's file; from 0 on where there is no file.
     pub range: Range<usize>,
     shard: usize,
 }
 
 impl TensorEntry {
+    /// A tensor of no file.
+    pub(crate) fn made(name: String, dtype: Dtype, shape: Vec<usize>) -> Self {
+        let bytes = shape.iter().product::<usize>() * dtype.size();
+        Self { name, dtype, shape, range: 0..bytes, shard: 0 }
+    }
+
     /// Stored size in bytes.
     pub fn bytes(&self) -> u64 {
         self.range.len() as u64
@@ -42,11 +50,19 @@ struct Shard {
     map: Arc<FileMap>,
 }
 
-/// Every tensor of a folder of safetensors files, proven to lie inside its file; no tensor data is read.
+/// Where the bytes of all tensors come from.
+#[derive(Debug)]
+enum Origin {
+    Files(Vec<Shard>),
+    Seed(u64),
+}
+
+/// Every tensor of a folder of safetensors files, proven to lie inside its file, or of a seed; no tensor data is read.
 #[derive(Debug)]
 pub struct TensorIndex {
+    /// The folder, or what stands for one in messages.
     dir: PathBuf,
-    shards: Vec<Shard>,
+    origin: Origin,
     entries: Vec<TensorEntry>,
     by_name: HashMap<String, usize>,
 }
@@ -128,34 +144,42 @@ impl TensorIndex {
     }
 
     fn read_shards(dir: &Path, files: Vec<PathBuf>) -> Result<Self> {
-        let mut index =
-            Self { dir: dir.to_owned(), shards: Vec::new(), entries: Vec::new(), by_name: HashMap::new() };
+        let (mut shards, mut headers) = (Vec::new(), Vec::new());
         for read in read_headers(files) {
             let (shard, entries) = read?;
-            index.add_shard(shard, entries)?;
+            shards.push(shard);
+            headers.push(entries);
         }
+        let mut index = Self {
+            dir: dir.to_owned(),
+            origin: Origin::Files(shards),
+            entries: Vec::new(),
+            by_name: HashMap::new(),
+        };
+        headers.into_iter().enumerate().try_for_each(|(at, entries)| index.add_shard(at, entries))?;
         Ok(index)
     }
 
-    fn add_shard(&mut self, shard: Shard, entries: Vec<HeaderEntry>) -> Result<()> {
-        let at = self.shards.len();
-        self.shards.push(shard);
+    /// The tensors `entries`, made from `seed`; `dir` names them in messages.
+    pub(crate) fn made(dir: PathBuf, seed: u64, entries: Vec<TensorEntry>) -> Self {
+        let by_name = entries.iter().enumerate().map(|(at, entry)| (entry.name.clone(), at)).collect();
+        Self { dir, origin: Origin::Seed(seed), entries, by_name }
+    }
+
+    fn add_shard(&mut self, at: usize, entries: Vec<HeaderEntry>) -> Result<()> {
         self.by_name.reserve(entries.len());
         for HeaderEntry { name, dtype, shape, range } in entries {
-            if let Some(earlier) = self.by_name.insert(name.clone(), self.entries.len()) {
+            let entry = TensorEntry { name, dtype, shape, range, shard: at };
+            if let Some(earlier) = self.by_name.insert(entry.name.clone(), self.entries.len()) {
                 let earlier = &self.entries[earlier];
                 let problem = if earlier.shard == at {
                     "appears twice in the header".to_owned()
                 } else {
                     format!("is also in {}", self.file(earlier).display())
                 };
-                return Err(CheckpointError::Tensor {
-                    path: self.shards[at].path.clone(),
-                    tensor: name,
-                    problem,
-                });
+                return Err(self.refuse(&entry, problem));
             }
-            self.entries.push(TensorEntry { name, dtype, shape, range, shard: at });
+            self.entries.push(entry);
         }
         Ok(())
     }
@@ -179,24 +203,54 @@ impl TensorIndex {
         self.by_name.get(name).copied()
     }
 
-    /// The file that holds a tensor of this index.
+    /// The file that holds a tensor of this index, or what stands for one in messages.
     pub fn file(&self, entry: &TensorEntry) -> &Path {
-        &self.shards[entry.shard].path
+        match &self.origin {
+            Origin::Files(shards) => &shards[entry.shard].path,
+            Origin::Seed(_) => &self.dir,
+        }
     }
 
-    /// The mapped file that holds a tensor of this index.
-    pub fn region(&self, entry: &TensorEntry) -> Arc<dyn Region> {
-        self.shards[entry.shard].map.clone()
+    /// All bytes of the file that holds a tensor of this index; `None` where there is no file.
+    pub fn file_bytes(&self, entry: &TensorEntry) -> Option<&[u8]> {
+        match &self.origin {
+            Origin::Files(shards) => Some(shards[entry.shard].map.bytes()),
+            Origin::Seed(_) => None,
+        }
     }
 
-    /// All bytes of the file that holds a tensor of this index.
-    pub fn file_bytes(&self, entry: &TensorEntry) -> &[u8] {
-        self.shards[entry.shard].map.bytes()
+    /// What the tensors are made from, where they lie in no file.
+    pub fn seed(&self) -> Option<u64> {
+        match self.origin {
+            Origin::Files(_) => None,
+            Origin::Seed(seed) => Some(seed),
+        }
     }
 
-    /// The stored bytes of a tensor of this index; reading them may fault the pages in.
-    pub fn data(&self, entry: &TensorEntry) -> &[u8] {
-        &self.file_bytes(entry)[entry.range.clone()]
+    /// Where the bytes of a tensor of this index come from.
+    pub fn bytes(&self, entry: &TensorEntry) -> Bytes {
+        match &self.origin {
+            Origin::Files(shards) => {
+                Bytes::Mapped { region: shards[entry.shard].map.clone(), range: entry.range.clone() }
+            }
+            Origin::Seed(seed) => Bytes::Made(self.fill(*seed, entry)),
+        }
+    }
+
+    /// The bytes of a tensor of this index; reading them may fault the pages in.
+    pub fn data(&self, entry: &TensorEntry) -> Cow<'_, [u8]> {
+        match &self.origin {
+            Origin::Files(shards) => Cow::Borrowed(&shards[entry.shard].map.bytes()[entry.range.clone()]),
+            Origin::Seed(seed) => {
+                let mut bytes = vec![0; entry.range.len()];
+                self.fill(*seed, entry).write(&mut bytes);
+                Cow::Owned(bytes)
+            }
+        }
+    }
+
+    fn fill(&self, seed: u64, entry: &TensorEntry) -> Fill {
+        Fill::new(seed, &entry.name, numbers_of(entry), entry.shape.iter().product())
     }
 
     /// A refusal that names the tensor and its file.
@@ -219,7 +273,7 @@ impl TensorIndex {
 
     /// Reads all elements of a float tensor, widened to float32, in row-major order. Fails on other dtypes.
     pub fn read_floats(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
-        let data = self.data(entry);
+        let data = &self.data(entry);
         match entry.dtype {
             Dtype::F32 => Ok(read_le(data, f32::from_le_bytes)),
             Dtype::F16 => Ok(read_le(data, |b| half::f16::from_le_bytes(b).to_f32())),
@@ -230,7 +284,7 @@ impl TensorIndex {
 
     /// Reads all elements of an integer tensor in row-major order. Fails on dtypes other than I32 and I64.
     pub fn read_integers(&self, entry: &TensorEntry) -> Result<Vec<i64>> {
-        let data = self.data(entry);
+        let data = &self.data(entry);
         match entry.dtype {
             Dtype::I32 => Ok(read_le(data, |b| i64::from(i32::from_le_bytes(b)))),
             Dtype::I64 => Ok(read_le(data, i64::from_le_bytes)),

@@ -1,10 +1,9 @@
+use std::borrow::Cow;
 use std::fmt;
-use std::ops::Range;
-use std::sync::Arc;
 
-use eyrie_region::{Region, RegionError};
+use eyrie_region::RegionError;
 
-use crate::Dtype;
+use crate::{Bytes, Dtype};
 
 /// How a weight matrix lies in memory, always as published unless the name says otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,13 +49,11 @@ impl fmt::Display for Layout {
     }
 }
 
-/// Where a quantised weight's scales lie.
+/// A quantised weight's scales.
 #[derive(Debug, Clone)]
 pub struct ScaleView {
-    /// Memory that holds them; may be another shard than the weight's.
-    pub region: Arc<dyn Region>,
-    /// Bytes within the region.
-    pub range: Range<usize>,
+    /// Their bytes; they may be in another shard than the weight's.
+    pub data: Bytes,
     /// Element type.
     pub dtype: Dtype,
     /// Rows and columns.
@@ -64,18 +61,14 @@ pub struct ScaleView {
 }
 
 /// A weight matrix where it already lies: kernels borrow it, nothing is copied.
-///
-/// The byte range carries no alignment promise beyond one byte.
 #[derive(Debug, Clone)]
 pub struct WeightView {
-    /// Memory that holds the elements.
-    pub region: Arc<dyn Region>,
+    /// The elements.
+    pub data: Bytes,
     /// How they are encoded.
     pub layout: Layout,
     /// Logical shape: output features, input features.
     pub shape: [usize; 2],
-    /// Bytes within the region.
-    pub data: Range<usize>,
     /// Scales of quantised layouts.
     pub scales: Option<ScaleView>,
 }
@@ -84,27 +77,21 @@ impl WeightView {
     /// The encoded elements, for those who can use host memory only.
     ///
     /// # Errors
-    /// [`RegionError::NotOnHost`], and [`RegionError::Bounds`] where the range lies outside the region.
-    pub fn bytes(&self) -> Result<&[u8], RegionError> {
-        part(self.region.as_ref(), &self.data)
+    /// As [`Bytes::on_host`].
+    pub fn bytes(&self) -> Result<Cow<'_, [u8]>, RegionError> {
+        self.data.on_host()
     }
 
     /// The encoded scales; empty for layouts without scales.
     ///
     /// # Errors
     /// As [`bytes`](Self::bytes).
-    pub fn scale_bytes(&self) -> Result<&[u8], RegionError> {
-        self.scales.as_ref().map_or(Ok(&[]), |scales| part(scales.region.as_ref(), &scales.range))
+    pub fn scale_bytes(&self) -> Result<Cow<'_, [u8]>, RegionError> {
+        self.scales.as_ref().map_or(Ok(Cow::Borrowed(&[])), |scales| scales.data.on_host())
     }
 
     /// Bytes of elements and scales, wherever they lie.
     pub fn byte_len(&self) -> usize {
-        self.data.len() + self.scales.as_ref().map_or(0, |scales| scales.range.len())
+        self.data.len() + self.scales.as_ref().map_or(0, |scales| scales.data.len())
     }
-}
-
-fn part<'a>(region: &'a dyn Region, range: &Range<usize>) -> Result<&'a [u8], RegionError> {
-    let all = region.host_bytes()?;
-    let (offset, bytes, limit) = (range.start as u64, range.len() as u64, all.len() as u64);
-    all.get(range.clone()).ok_or(RegionError::Bounds { offset, bytes, limit })
 }

@@ -4,8 +4,11 @@ use std::fmt;
 use std::path::Path;
 
 use crate::layout::{Layout, ScaleView, WeightView};
+use crate::synth::target_entries;
 use crate::tensors::{LinearSpec, Spec, VectorSpec, layer_tensors, model_tensors};
-use crate::{CheckpointError, Dtype, QuantFormat, Result, TargetConfig, TensorEntry, TensorIndex};
+use crate::{
+    CheckpointError, Dtype, ModelSource, QuantFormat, Result, TargetConfig, TensorEntry, TensorIndex,
+};
 
 /// Problems after which a survey stops: a config may promise millions of tensors that are not there.
 pub(crate) const MOST_PROBLEMS: usize = 10_000;
@@ -96,7 +99,25 @@ impl TargetCheckpoint {
     /// Fails with the first tensor that is missing, unexpected, or of the wrong shape or dtype;
     /// [`crate::pair::preflight`] lists all of them.
     pub fn open(dir: &Path) -> Result<Self> {
-        let (checkpoint, problems) = Self::survey(TargetConfig::from_dir(dir)?, TensorIndex::open(dir)?);
+        Self::accounted(Self::survey(TargetConfig::from_dir(dir)?, TensorIndex::open(dir)?))
+    }
+
+    /// The target of `source`: a folder's, or one whose tensors are made up.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), and a specification that stands for no target.
+    pub fn from_source(source: &ModelSource) -> Result<Self> {
+        let spec = match source {
+            ModelSource::Folder(dir) => return Self::open(dir),
+            ModelSource::Synth(spec) => spec,
+        };
+        let config = TargetConfig::from_source(source)?;
+        let entries = target_entries(spec, &config);
+        let index = TensorIndex::made(source.to_string().into(), spec.seed(), entries);
+        Self::accounted(Self::survey(config, index))
+    }
+
+    fn accounted((checkpoint, problems): (Self, Vec<CheckpointError>)) -> Result<Self> {
         match problems.into_iter().next() {
             Some(problem) => Err(problem),
             None => Ok(checkpoint),
@@ -177,8 +198,7 @@ pub(crate) fn float_view(index: &TensorIndex, entry: &TensorEntry) -> Result<Wei
     let &[out, input] = entry.shape.as_slice() else {
         return Err(index.refuse(entry, format!("shape {:?}, expected a matrix", entry.shape)));
     };
-    let region = index.region(entry);
-    Ok(WeightView { region, layout, shape: [out, input], data: entry.range.clone(), scales: None })
+    Ok(WeightView { data: index.bytes(entry), layout, shape: [out, input], scales: None })
 }
 
 fn int4_view(index: &TensorIndex, packed: &TensorEntry, scale: Option<&TensorEntry>) -> Result<WeightView> {
@@ -188,17 +208,11 @@ fn int4_view(index: &TensorIndex, packed: &TensorEntry, scale: Option<&TensorEnt
     let &[rows, groups] = scale.shape.as_slice() else {
         return Err(index.refuse(scale, format!("shape {:?}, expected a matrix", scale.shape)));
     };
-    let scales = ScaleView {
-        region: index.region(scale),
-        range: scale.range.clone(),
-        dtype: scale.dtype,
-        shape: [rows, groups],
-    };
+    let scales = ScaleView { data: index.bytes(scale), dtype: scale.dtype, shape: [rows, groups] };
     Ok(WeightView {
-        region: index.region(packed),
+        data: index.bytes(packed),
         layout: Layout::Int4G32,
         shape: [out, words * 8],
-        data: packed.range.clone(),
         scales: Some(scales),
     })
 }
@@ -320,6 +334,10 @@ impl<'a> Survey<'a> {
             ("weight_scale", &[Dtype::Bf16][..], vec![out, input / 32]),
             ("weight_shape", &[Dtype::I32, Dtype::I64][..], vec![2]),
         ] {
+            // Made from the shape itself, a tensor needs no record of it.
+            if suffix == "weight_shape" && index.seed().is_some() {
+                continue;
+            }
             let full = format!("{name}.{suffix}");
             let Some(entry) = self.claim(&full) else {
                 let wanted = format!("{} {shape:?} for {}", dtypes[0], packed.name);

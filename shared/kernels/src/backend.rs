@@ -1,7 +1,8 @@
 //! Where kernels compute.
 
 use candle_core::{Device, Tensor};
-use eyrie_region::{DeviceRows, Stream};
+use eyrie_checkpoint::Fill;
+use eyrie_region::{DeviceRows, DeviceSpanMut, Stream};
 
 use crate::cpu::{Cpu, CpuOptions};
 #[cfg(feature = "cuda")]
@@ -188,6 +189,21 @@ impl Backend {
             (Self::Cpu(_), _) => Ok(Tensor::cat(parts, 0)?),
             #[cfg(feature = "cuda")]
             (Self::Cuda(cuda), _) => cuda.below(parts),
+        }
+    }
+
+    /// Makes the elements of `fill` in device memory, from `offset` on, and waits.
+    ///
+    /// # Errors
+    /// Memory of another device or with too little room, or a kernel that failed.
+    pub fn fill(&self, fill: &Fill, memory: &mut DeviceSpanMut<'_>, offset: u64) -> Result<()> {
+        match self {
+            Self::Cpu(_) => {
+                let given = format!("{} bytes of GPU {} at {offset}", fill.byte_len(), memory.span().ordinal);
+                Err(limit("fill", "memory", given, "the CPU's"))
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => cuda.fill_memory(fill, memory, offset),
         }
     }
 

@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use eyrie_checkpoint::{Layout, TargetCheckpoint, WeightView, model_tensors};
+use eyrie_checkpoint::{Bytes, Layout, TargetCheckpoint, WeightView, model_tensors};
 use eyrie_kernels::{Backend, Embedding, Linear};
 use eyrie_region::{
     ALIGN, CPU, Epoch, Gpu, Grant, GrantError, Ipc, IpcBuilder, Local, Memfd, MemfdBuilder, Region,
@@ -25,17 +25,17 @@ const PLAIN: &str = "plain";
 /// A granted layout: the kernels' tiles of 16 outputs.
 const TILED: &str = "tile16";
 
-/// What memory holds the shared weights.
+/// What memory holds the shared weights. Memory of a GPU comes with the backend that computes there.
 #[derive(Debug, Clone)]
-pub enum Backing {
+pub enum Backing<'a> {
     /// A sealed memfd, exportable to other processes.
     Memfd,
     /// Memory of this process only.
     Local,
     /// Memory of a GPU, exportable to other processes by descriptor and read-only there.
-    CudaVmm(Arc<Gpu>),
+    CudaVmm(Arc<Gpu>, &'a Backend),
     /// Memory of a GPU, exportable to other processes by handle and writable there.
-    CudaIpc(Arc<Gpu>),
+    CudaIpc(Arc<Gpu>, &'a Backend),
 }
 
 /// Embedding `[V, H]` row-major as published, and head `[V, H]`, once in memory: on the CPU in its kernels' tiles (as
@@ -44,6 +44,7 @@ pub enum Backing {
 pub struct SharedWeights {
     export: Export,
     grant: Grant,
+    region: Arc<dyn Region>,
     embed: WeightView,
     head: WeightView,
 }
@@ -68,9 +69,9 @@ struct Placement {
 }
 
 impl SharedWeights {
-    /// Copies embedding and head of `checkpoint` once, straight into memory of the wanted kind, seals it and
-    /// checksums it. A tied head lies where the embedding does, unless its layout differs. `epoch` is the boot's.
-    pub fn build(checkpoint: &TargetCheckpoint, backing: Backing, epoch: Epoch) -> Result<Self> {
+    /// Copies embedding and head of `checkpoint` once, straight into memory of the wanted kind, or makes them there, seals
+    /// it and checksums it. A tied head lies where the embedding does, unless its layout differs. `epoch` is the boot's.
+    pub fn build(checkpoint: &TargetCheckpoint, backing: Backing<'_>, epoch: Epoch) -> Result<Self> {
         let tensors = model_tensors(checkpoint.config());
         let embed = checkpoint.linear(&tensors.embed.name)?;
         let head = checkpoint.linear(&tensors.head.name)?;
@@ -90,7 +91,7 @@ impl SharedWeights {
         grant.verify(region.as_ref(), expected)?;
         let embed = granted_view(&region, grant, EMBED)?;
         let head = granted_view(&region, grant, HEAD)?;
-        Ok(Self { export: Export::No, grant: grant.clone(), embed, head })
+        Ok(Self { export: Export::No, grant: grant.clone(), region, embed, head })
     }
 
     fn describe(
@@ -117,7 +118,7 @@ impl SharedWeights {
         };
         let embed = granted_view(&region, &grant, EMBED)?;
         let head = granted_view(&region, &grant, HEAD)?;
-        Ok(Self { export, grant, embed, head })
+        Ok(Self { export, grant, region, embed, head })
     }
 
     /// What an importer needs to map and verify these weights.
@@ -141,7 +142,7 @@ impl SharedWeights {
 
     /// The memory both tensors lie in.
     pub fn region(&self) -> &Arc<dyn Region> {
-        &self.embed.region
+        &self.region
     }
 
     /// Embedding `[V, H]`, row-major.
@@ -222,7 +223,7 @@ impl Placement {
         let target = &mut region[self.offset..self.offset + self.bytes];
         match self.layout {
             Layout::Bf16Tile16 => Linear::write_tiles(&self.view, target)?,
-            _ => target.copy_from_slice(self.view.bytes()?),
+            _ => self.view.data.write(target)?,
         }
         Ok(())
     }
@@ -242,7 +243,7 @@ impl Placement {
 }
 
 /// Writes `placed`, in order of their offsets, into memory of the wanted kind and ends the writing.
-fn place(placed: &[Placement; 2], backing: Backing) -> Result<(Arc<dyn Region>, Export)> {
+fn place(placed: &[Placement; 2], backing: Backing<'_>) -> Result<(Arc<dyn Region>, Export)> {
     let total = placed[1].end();
     Ok(match backing {
         Backing::Local => {
@@ -256,18 +257,24 @@ fn place(placed: &[Placement; 2], backing: Backing) -> Result<(Arc<dyn Region>, 
             let memfd = Arc::new(memfd.seal()?);
             (memfd.clone(), Export::Memfd(memfd))
         }
-        Backing::CudaVmm(gpu) => {
+        Backing::CudaVmm(gpu, backend) => {
             let mut memory = VmmBuilder::new(&gpu, NAME, total as u64)?;
-            for tensor in placed {
-                memory.write(tensor.offset as u64, tensor.view.bytes()?)?;
+            for Placement { view, offset, .. } in placed {
+                match &view.data {
+                    Bytes::Mapped { .. } => memory.write(*offset as u64, &view.bytes()?)?,
+                    Bytes::Made(fill) => backend.fill(fill, &mut memory.span_mut(), *offset as u64)?,
+                }
             }
             let memory = Arc::new(memory.seal()?);
             (memory.clone(), Export::Vmm(memory))
         }
-        Backing::CudaIpc(gpu) => {
+        Backing::CudaIpc(gpu, backend) => {
             let mut memory = IpcBuilder::new(&gpu, NAME, total as u64)?;
-            for tensor in placed {
-                memory.write(tensor.offset as u64, tensor.view.bytes()?)?;
+            for Placement { view, offset, .. } in placed {
+                match &view.data {
+                    Bytes::Mapped { .. } => memory.write(*offset as u64, &view.bytes()?)?,
+                    Bytes::Made(fill) => backend.fill(fill, &mut memory.span_mut(), *offset as u64)?,
+                }
             }
             let memory = Arc::new(memory.seal());
             (memory.clone(), Export::Ipc(memory))
@@ -309,6 +316,7 @@ fn granted_view(region: &Arc<dyn Region>, grant: &Grant, name: &'static str) -> 
     if bytes != got {
         return Err(ModelError::Mismatch { what: "bytes of a granted weight", expected: bytes, got });
     }
-    let data = tensor.offset as usize..tensor.offset as usize + bytes;
-    Ok(WeightView { region: Arc::clone(region), layout, shape, data, scales: None })
+    let range = tensor.offset as usize..tensor.offset as usize + bytes;
+    let data = Bytes::Mapped { region: Arc::clone(region), range };
+    Ok(WeightView { data, layout, shape, scales: None })
 }

@@ -38,7 +38,7 @@ pub use ledger::{Importer, Ledger};
 pub use local::Local;
 pub use memfd::{ImportedMemfd, Memfd, MemfdBuilder};
 pub use memory::{available_memory, check_memory, share_heap, trim_heap};
-pub use region::{ALIGN, DeviceSpan, Region, RegionKind, UnknownKind, align_up};
+pub use region::{ALIGN, DeviceSpan, DeviceSpanMut, Region, RegionKind, UnknownKind, align_up};
 pub use resident::Resident;
 pub use ring::{
     DeviceRingGeometry, DeviceRingReader, DeviceRingWriter, ImportedPayload, RingError, RingGeometry,

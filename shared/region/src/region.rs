@@ -1,6 +1,7 @@
 //! What every kind of shared memory has in common.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::{GpuUuid, RegionError};
@@ -25,6 +26,25 @@ pub struct DeviceSpan {
     pub ordinal: usize,
     /// The GPU.
     pub uuid: GpuUuid,
+}
+
+/// Device memory that nobody else reads or writes for as long as this lives: for kernels that fill it where it lies.
+#[derive(Debug)]
+pub struct DeviceSpanMut<'a> {
+    span: DeviceSpan,
+    _borrowed: PhantomData<&'a mut ()>,
+}
+
+impl DeviceSpanMut<'_> {
+    /// `span` must lie in memory that is borrowed exclusively for the lifetime.
+    pub(crate) fn new(span: DeviceSpan) -> Self {
+        Self { span, _borrowed: PhantomData }
+    }
+
+    /// Where it lies.
+    pub fn span(&self) -> DeviceSpan {
+        self.span
+    }
 }
 
 /// A run of bytes that is mapped for as long as the value lives and that nobody changes meanwhile.

@@ -1,9 +1,8 @@
 //! The command lines of the services.
 
-use std::path::Path;
-
 use anyhow::Context;
 use clap::ValueEnum;
+use eyrie_checkpoint::ModelSource;
 use eyrie_wire::Address;
 
 use crate::args::{ComputeArgs, ModelArgs};
@@ -12,14 +11,15 @@ use crate::doctor;
 /// A target, which captures what `draft` needs.
 pub(super) fn target(
     models: &ModelArgs,
-    dir: &Path,
-    draft: Option<&Path>,
+    target: &ModelSource,
+    draft: Option<&ModelSource>,
     listen: &Address,
 ) -> anyhow::Result<Vec<String>> {
-    let mut args = vec!["target".to_owned(), "--model".to_owned(), path_arg(dir)];
+    let mut args = vec!["target".to_owned()];
+    args.extend(model(target));
     args.extend(["--listen".to_owned(), listen.to_string()]);
     if let Some(draft) = draft {
-        let ids = doctor::capture_set(dir, draft, models.aux_convention)?;
+        let ids = doctor::capture_set(target, draft, models.aux_convention)?;
         args.extend([
             "--aux-layers".to_owned(),
             ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
@@ -29,31 +29,42 @@ pub(super) fn target(
         ("--kv-tokens", models.kv_tokens.map(u64::from)),
         ("--prefill-chunk", models.prefill_chunk.map(u64::from)),
         ("--prefix-cache-bytes", models.prefix_cache_bytes),
+        ("--max-sequences", models.max_sequences.map(u64::from)),
     ];
-    for (name, value) in numbers {
-        if let Some(value) = value {
-            args.extend([name.to_owned(), value.to_string()]);
-        }
-    }
+    args.extend(given(&numbers));
     args.extend(compute(&models.compute));
     Ok(args)
 }
 
 /// A draft for all `targets`.
-pub(super) fn draft(models: &ModelArgs, dir: &Path, listen: &Address, targets: &[Address]) -> Vec<String> {
-    let mut args = vec!["draft".to_owned(), "--model".to_owned(), path_arg(dir)];
+pub(super) fn draft(
+    models: &ModelArgs,
+    draft: &ModelSource,
+    listen: &Address,
+    targets: &[Address],
+) -> Vec<String> {
+    let mut args = vec!["draft".to_owned()];
+    args.extend(model(draft));
     args.extend(["--listen".to_owned(), listen.to_string()]);
     for target in targets {
         args.extend(["--target".to_owned(), target.to_string()]);
     }
     args.extend(compute(&models.compute));
-    if let Some(bytes) = models.prefix_cache_bytes {
-        args.extend(["--prefix-cache-bytes".to_owned(), bytes.to_string()]);
-    }
+    args.extend(given(&[
+        ("--prefix-cache-bytes", models.prefix_cache_bytes),
+        ("--cache-tokens", models.draft_tokens.map(u64::from)),
+        ("--max-sequences", models.max_sequences.map(u64::from)),
+    ]));
     if let Some(meaning) = models.aux_convention.and_then(|m| m.to_possible_value()) {
         args.extend(["--aux-convention".to_owned(), meaning.get_name().to_owned()]);
     }
     args
+}
+
+/// The options that have a value.
+fn given(numbers: &[(&str, Option<u64>)]) -> Vec<String> {
+    let given = numbers.iter().filter_map(|&(name, value)| Some([name.to_owned(), value?.to_string()]));
+    given.flatten().collect()
 }
 
 /// Where and how target and draft compute.
@@ -87,6 +98,9 @@ pub(super) fn free_address(listen: &Address) -> anyhow::Result<Address> {
     Ok(Address::Tcp(format!("{host}:{}", socket.local_addr()?.port())))
 }
 
-fn path_arg(path: &Path) -> String {
-    path.to_string_lossy().into_owned()
+fn model(source: &ModelSource) -> [String; 2] {
+    match source {
+        ModelSource::Folder(dir) => ["--model".to_owned(), dir.to_string_lossy().into_owned()],
+        ModelSource::Synth(spec) => ["--synth".to_owned(), spec.to_string()],
+    }
 }

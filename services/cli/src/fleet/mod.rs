@@ -9,6 +9,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use eyrie_checkpoint::ModelSource;
 use eyrie_wire::Address;
 use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
@@ -110,7 +111,7 @@ impl Fleet {
         listen: &Address,
         shape: Shape,
     ) -> anyhow::Result<Self> {
-        let (target_dir, draft_dir) = demo::pair_dirs(models)?;
+        let (target, draft) = demo::pair(models)?;
         let directory = tempfile::Builder::new()
             .prefix("eyrie-")
             .tempdir()
@@ -120,20 +121,23 @@ impl Fleet {
             let _ = std::fs::remove_file(stale);
         }
         let gateway = args::free_address(listen)?;
-        doctor::require(&target_dir, draft_dir.as_deref(), models.aux_convention)?;
+        if let ModelSource::Folder(dir) = &target {
+            let head = draft.as_ref().and_then(ModelSource::folder);
+            doctor::require(dir, head, models.aux_convention)?;
+        }
         let mut fleet = Self { services: Vec::new(), gateway: gateway.clone(), directory, ready_file };
         let targets = fleet.places(Role::Target, shape.targets, shape.links)?;
         for (name, address) in &targets {
-            let args = args::target(models, &target_dir, draft_dir.as_deref(), address)?;
+            let args = args::target(models, &target, draft.as_ref(), address)?;
             fleet.spawn(Role::Target, name, address, args)?;
         }
         let addresses =
             |services: &[(String, Address)]| services.iter().map(|(_, a)| a.clone()).collect::<Vec<_>>();
         let mut drafts = Vec::new();
-        if let Some(dir) = &draft_dir {
+        if let Some(draft) = &draft {
             drafts = fleet.places(Role::Draft, shape.drafts, shape.links)?;
             for (name, address) in &drafts {
-                let args = args::draft(models, dir, address, &addresses(&targets));
+                let args = args::draft(models, draft, address, &addresses(&targets));
                 fleet.spawn(Role::Draft, name, address, args)?;
             }
         }

@@ -71,8 +71,8 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
             let gpu = Gpu::open(ordinal).map_err(RegionError::from)?;
             let (free, _) = gpu.memory().map_err(RegionError::from)?;
             match plan.sharing {
-                RegionKind::CudaIpc => (Backing::CudaIpc(gpu), free),
-                _ => (Backing::CudaVmm(gpu), free),
+                RegionKind::CudaIpc => (Backing::CudaIpc(gpu, &backend), free),
+                _ => (Backing::CudaVmm(gpu, &backend), free),
             }
         }
     };

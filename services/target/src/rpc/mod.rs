@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use bytes::Bytes;
 use eyrie_service::Drain;
 use eyrie_wire::v1::target_server::{Target, TargetServer};
 use eyrie_wire::v1::{
@@ -27,6 +26,7 @@ use tonic::{Request, Response, Status, Streaming};
 pub(crate) use self::copies::Copies;
 use self::copies::{MAX_FEATURE_READS, MAX_SHARED_READS};
 use crate::engine::{Command, Sender, Stopped, StreamId};
+use crate::files::Place;
 use crate::state::State;
 
 /// Rounds streams and unary rounds at the same time: one a gateway is usual.
@@ -177,15 +177,18 @@ impl Target for Service {
         request: Request<ReadFileRequest>,
     ) -> Result<Response<Self::ReadFileStream>, Status> {
         let name = request.into_inner().name;
-        let Some(path) = self.state.files.path(&name) else {
+        let Some(place) = self.state.files.find(&name) else {
             let served: Vec<&str> = self.state.files.infos().iter().map(|info| info.name.as_str()).collect();
             let message = format!("name must be one of {}, given \"{name}\"", served.join(", "));
             return Err(refuse(Reason::InvalidArgument, message));
         };
-        let data = tokio::fs::read(&path)
-            .await
-            .map_err(|e| refuse(Reason::Internal, format!("{}: {e}", path.display())))?;
-        let data = Bytes::from(data);
+        let data = match place {
+            Place::Text(text) => text,
+            Place::At(path) => tokio::fs::read(&path)
+                .await
+                .map_err(|e| refuse(Reason::Internal, format!("{}: {e}", path.display())))?
+                .into(),
+        };
         let chunks: Vec<_> = (0..data.len())
             .step_by(CHUNK)
             .map(|at| Ok(FileChunk { data: data.slice(at..data.len().min(at + CHUNK)) }))

@@ -112,7 +112,7 @@ async fn what_cannot_be_served_ends_with_one_line() {
     let missing = dir.path().join("none");
     let taken = Address::Unix(dir.path().join("no/such/folder/t.sock"));
     for (options, part) in [
-        (TargetOptions { model_dir: missing, ..good.clone() }, "none"),
+        (TargetOptions { model: missing.into(), ..good.clone() }, "none"),
         (TargetOptions { listen: taken, ..good.clone() }, "cannot listen on unix:"),
         (TargetOptions { context: Some(5000), ..good.clone() }, "option context"),
         (TargetOptions { capture: Some(vec![2, 99]), ..good.clone() }, "option aux-layers"),

@@ -33,7 +33,7 @@ async fn broken_server(kv_tokens: usize) -> Server {
     let dir = tempfile::tempdir().unwrap();
     let model = broken_model(dir.path());
     Server::start_with(|options| {
-        options.model_dir = model;
+        options.model = model.into();
         options.kv_tokens = kv_tokens;
     })
     .await

@@ -12,8 +12,8 @@ pub use moe::{MoeConfig, Scoring, TopkMethod};
 pub use quant::QuantFormat;
 pub use rope::{RopeConfig, Yarn};
 
-use crate::Result;
 use crate::json::{self, Fields};
+use crate::{ModelSource, Result};
 
 pub(crate) const MAX_WIDTH: usize = 1 << 22;
 pub(crate) const MAX_POSITIONS: usize = 1 << 28;
@@ -126,6 +126,20 @@ impl TargetConfig {
             check_sampling(&generation)?;
         }
         Ok(config)
+    }
+
+    /// That of a folder, or of a model that is made up.
+    ///
+    /// # Errors
+    /// As [`from_dir`](Self::from_dir), and a specification that stands for no target.
+    pub fn from_source(source: &ModelSource) -> Result<Self> {
+        match source {
+            ModelSource::Folder(dir) => Self::from_dir(dir),
+            ModelSource::Synth(spec) => {
+                let (path, text) = spec.target_config()?;
+                Self::from_json(&path, &text)
+            }
+        }
     }
 
     /// Reads the text of a `config.json`; `path` only names it in errors.

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::config::{MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, read_config_json};
 use crate::json::{self, Fields};
-use crate::{Result, RopeConfig};
+use crate::{ModelSource, Result, RopeConfig};
 
 const MAX_AUX: usize = 64;
 
@@ -61,6 +61,20 @@ impl DraftConfig {
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let (path, value) = read_config_json(dir)?;
         Self::from_value(&path, &value)
+    }
+
+    /// That of a folder, or of a head that is made up.
+    ///
+    /// # Errors
+    /// As [`from_dir`](Self::from_dir), and a specification that stands for no head.
+    pub fn from_source(source: &ModelSource) -> Result<Self> {
+        match source {
+            ModelSource::Folder(dir) => Self::from_dir(dir),
+            ModelSource::Synth(spec) => {
+                let (path, text) = spec.draft_config()?;
+                Self::from_json(&path, &text)
+            }
+        }
     }
 
     /// Reads the text of a `config.json`; `path` only names it in errors.

@@ -4,12 +4,12 @@ mod config;
 mod vocab;
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub use config::{DraftConfig, WrittenAuxIds};
 
 use crate::target::{expect_float, float_view};
-use crate::{CheckpointError, Result, TensorEntry, TensorIndex, WeightView};
+use crate::{CheckpointError, ModelSource, Result, TensorEntry, TensorIndex, WeightView};
 
 /// Whose output head the draft uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,28 @@ impl DraftCheckpoint {
     ///
     /// Fails with the first tensor that is missing, unexpected, or of the wrong shape, dtype or content.
     pub fn open(dir: &Path) -> Result<Self> {
-        match Self::survey(DraftConfig::from_dir(dir)?, TensorIndex::open(dir)?) {
+        Self::accounted(dir, DraftConfig::from_dir(dir)?, TensorIndex::open(dir)?)
+    }
+
+    /// The draft of `source`: a folder's, or one whose tensors are made up, which has neither an embedding nor a head.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), and a specification that stands for no draft.
+    pub fn from_source(source: &ModelSource) -> Result<Self> {
+        let spec = match source {
+            ModelSource::Folder(dir) => return Self::open(dir),
+            ModelSource::Synth(spec) => spec,
+        };
+        let config = DraftConfig::from_source(source)?;
+        let entry = |(name, shape)| TensorEntry::made(name, spec.float(), shape);
+        let entries = required(&config).into_iter().map(entry).collect();
+        let dir = PathBuf::from(source.to_string());
+        let index = TensorIndex::made(dir.clone(), spec.seed(), entries);
+        Self::accounted(&dir, config, index)
+    }
+
+    fn accounted(dir: &Path, config: DraftConfig, index: TensorIndex) -> Result<Self> {
+        match Self::survey(config, index) {
             (Some(checkpoint), problems) if problems.is_empty() => Ok(checkpoint),
             (_, problems) => Err(problems.into_iter().next().unwrap_or_else(|| CheckpointError::File {
                 path: dir.to_owned(),

@@ -35,7 +35,7 @@ fn every_dtype_is_read_back_where_it_lies() {
     for t in &tensors {
         let entry = index.get(&t.name).unwrap();
         assert_eq!(
-            (entry.dtype.to_string(), &entry.shape, index.data(entry)),
+            (entry.dtype.to_string(), &entry.shape, &index.data(entry)[..]),
             (t.dtype.clone(), &t.shape, &t.data[..])
         );
         assert_eq!(entry.bytes(), t.data.len() as u64);

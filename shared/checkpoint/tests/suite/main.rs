@@ -9,6 +9,8 @@ mod pair;
 #[cfg(test)]
 mod support;
 #[cfg(test)]
+mod synth;
+#[cfg(test)]
 mod target;
 #[cfg(test)]
 mod target_config;

@@ -66,7 +66,7 @@ impl Folder {
         let tensors = index
             .entries()
             .iter()
-            .map(|e| tensor(&e.name, &e.dtype.to_string(), &e.shape, index.data(e)))
+            .map(|e| tensor(&e.name, &e.dtype.to_string(), &e.shape, &index.data(e)))
             .collect();
         Self { dir, config, tensors }
     }

@@ -1,9 +1,10 @@
 //! Weights in tiles of 16 outputs, and products of a few rows with a few tiles.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-use eyrie_checkpoint::{Dtype, Layout, WeightView};
+use eyrie_checkpoint::{Bytes, Dtype, Layout, WeightView};
 use eyrie_region::{Local, Region};
 use half::{bf16, f16};
 
@@ -98,8 +99,8 @@ pub(crate) struct Tiles {
 pub(crate) struct Dense<'a> {
     layout: Layout,
     inputs: usize,
-    bytes: &'a [u8],
-    scales: &'a [u8],
+    bytes: Cow<'a, [u8]>,
+    scales: Cow<'a, [u8]>,
 }
 
 fn u16_at(bytes: &[u8], index: usize) -> u16 {
@@ -107,8 +108,16 @@ fn u16_at(bytes: &[u8], index: usize) -> u16 {
 }
 
 impl<'a> Dense<'a> {
-    /// Checks layout and byte lengths of F32, F16, BF16 or INT4-g32 weights.
+    /// Checks as [`check`](Self::check).
     pub(crate) fn new(op: &'static str, view: &'a WeightView) -> Result<Dense<'a>> {
+        Self::check(op, view)?;
+        let scales =
+            if view.layout == Layout::Int4G32 { view.scale_bytes()? } else { Cow::Borrowed(&[][..]) };
+        Ok(Dense { layout: view.layout, inputs: view.shape[1], bytes: view.bytes()?, scales })
+    }
+
+    /// Checks layout and byte lengths of F32, F16, BF16 or INT4-g32 weights, wherever they are.
+    pub(crate) fn check(op: &'static str, view: &WeightView) -> Result<()> {
         let [outputs, inputs] = view.shape;
         let count = outputs * inputs;
         let want = match view.layout {
@@ -123,28 +132,21 @@ impl<'a> Dense<'a> {
         if count == 0 {
             return Err(shape(op, "weight", &view.shape, "no empty side"));
         }
-        let bytes = view.bytes()?;
-        if bytes.len() != want {
-            return Err(shape(
-                op,
-                "weight bytes",
-                &[bytes.len()],
-                format!("{want} bytes for {:?}", view.shape),
-            ));
+        if view.data.len() != want {
+            let want = format!("{want} bytes for {:?}", view.shape);
+            return Err(shape(op, "weight bytes", &[view.data.len()], want));
         }
-        let mut scales: &[u8] = &[];
         if view.layout == Layout::Int4G32 {
             let Some(scale) = &view.scales else {
                 return Err(limit(op, "INT4 weight_scale", "absent", "present"));
             };
-            let found = view.scale_bytes()?;
             let want = [outputs, inputs / GROUP];
-            if scale.shape != want || scale.dtype != Dtype::Bf16 || found.len() != 2 * want[0] * want[1] {
+            let fits = scale.shape == want && scale.data.len() == 2 * want[0] * want[1];
+            if !fits || scale.dtype != Dtype::Bf16 {
                 return Err(shape(op, "weight_scale", &scale.shape, format!("{want:?} in BF16")));
             }
-            scales = found;
         }
-        Ok(Dense { layout: view.layout, inputs, bytes, scales })
+        Ok(())
     }
 
     /// The format that holds these weights without rounding.
@@ -160,8 +162,8 @@ impl<'a> Dense<'a> {
                 let b = &self.bytes[4 * index..4 * index + 4];
                 f32::from_le_bytes([b[0], b[1], b[2], b[3]])
             }
-            Layout::F16 => f16::from_bits(u16_at(self.bytes, index)).to_f32(),
-            Layout::Bf16 => bf16::from_bits(u16_at(self.bytes, index)).to_f32(),
+            Layout::F16 => f16::from_bits(u16_at(&self.bytes, index)).to_f32(),
+            Layout::Bf16 => bf16::from_bits(u16_at(&self.bytes, index)).to_f32(),
             _ => {
                 let nibble = self.bytes[index / 2] >> (4 * (index % 2)) & 15;
                 f32::from(i16::from(nibble) - 8) * bf16::from_bits(self.scale(output, input / GROUP)).to_f32()
@@ -170,7 +172,7 @@ impl<'a> Dense<'a> {
     }
 
     fn scale(&self, output: usize, group: usize) -> u16 {
-        u16_at(self.scales, output * (self.inputs / GROUP) + group)
+        u16_at(&self.scales, output * (self.inputs / GROUP) + group)
     }
 
     /// Word `word` of 8 nibbles of an output.
@@ -220,7 +222,7 @@ pub(crate) fn write_bf16_tiles(op: &'static str, view: &WeightView, bytes: &mut 
         return Err(shape(op, "tile bytes", &[bytes.len()], format!("{want} bytes for {:?}", view.shape)));
     }
     let [outputs, inputs] = view.shape;
-    fill_bf16(outputs, inputs, bytes, |o, i| u16_at(dense.bytes, o * inputs + i));
+    fill_bf16(outputs, inputs, bytes, |o, i| u16_at(&dense.bytes, o * inputs + i));
     Ok(())
 }
 
@@ -298,8 +300,10 @@ impl Tiles {
         if got != want {
             return Err(shape(op, "tile bytes", &[got], format!("{want} bytes for {:?}", view.shape)));
         }
-        let (region, bytes) = (Arc::clone(&view.region), view.data.clone());
-        Ok(Tiles { format: Format::Bf16, outputs, inputs, region, bytes })
+        let Bytes::Mapped { region, range } = view.data.clone() else {
+            return Err(limit(op, "weight to be used where it lies", "made from a seed", "in memory"));
+        };
+        Ok(Tiles { format: Format::Bf16, outputs, inputs, region, bytes: range })
     }
 
     pub(crate) fn format(&self) -> Format {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use eyrie_checkpoint::{Layout, WeightView};
+use eyrie_checkpoint::{Bytes, Layout, WeightView};
 use eyrie_region::Region;
 
 use super::{Activations, Buffer, Cuda, Grid, Operand, Output};
@@ -86,19 +86,22 @@ impl Weight {
             let want = format!("{} bytes for {:?}, not empty", outputs * inputs * size, view.shape);
             return Err(shape(op, "weight bytes", &[view.data.len()], want));
         }
-        let Some(span) = view.region.device().filter(|span| span.ordinal == cuda.ordinal()) else {
-            let want = format!("memory of GPU {}", cuda.ordinal());
-            return Err(limit(op, "weight to be used where it lies", view.region.kind(), want));
+        let (want, what) = (format!("memory of GPU {}", cuda.ordinal()), "weight to be used where it lies");
+        let Bytes::Mapped { region, range } = &view.data else {
+            return Err(limit(op, what, "made from a seed", want));
         };
-        if view.data.end as u64 > span.len {
-            return Err(limit(op, "end of the weight", view.data.end, format!("{} bytes", span.len)));
+        let Some(span) = region.device().filter(|span| span.ordinal == cuda.ordinal()) else {
+            return Err(limit(op, what, region.kind(), want));
+        };
+        if range.end as u64 > span.len {
+            return Err(limit(op, "end of the weight", range.end, format!("{} bytes", span.len)));
         }
-        let pointer = span.ptr + view.data.start as u64;
-        let data = Data::Lent { pointer, _region: Arc::clone(&view.region) };
+        let pointer = span.ptr + range.start as u64;
+        let data = Data::Lent { pointer, _region: Arc::clone(region) };
         Ok(Weight { format, outputs, inputs, data, scales: None })
     }
 
-    /// Copies a F32, F16, BF16 or INT4-g32 weight to the device.
+    /// Copies a F32, F16, BF16 or INT4-g32 weight to the device, or makes it there.
     pub(crate) fn upload(cuda: &Cuda, op: &'static str, view: &WeightView) -> Result<Weight> {
         Weight::stack(cuda, op, std::iter::once(view))
     }
@@ -113,20 +116,19 @@ impl Weight {
         let format = Format::of(op, first.layout)?;
         let count = views.len();
         let mut data = cuda.alloc(op, count * first.data.len())?;
-        let mut scales = match first.scale_bytes()?.len() {
-            0 => None,
-            len => Some(cuda.alloc(op, count * len)?),
+        let mut scales = match &first.scales {
+            None => None,
+            Some(scales) => Some(cuda.alloc(op, count * scales.data.len())?),
         };
         for (index, view) in views.enumerate() {
-            Dense::new(op, view)?;
+            Dense::check(op, view)?;
             if view.shape != first.shape || view.layout != first.layout {
                 let want = format!("{:?} in {} as the first", first.shape, first.layout);
                 return Err(shape(op, "weight", &view.shape, want));
             }
-            cuda.write(op, view.bytes()?, &mut data, index * view.data.len())?;
-            if let Some(scales) = &mut scales {
-                let bytes = view.scale_bytes()?;
-                cuda.write(op, bytes, scales, index * bytes.len())?;
+            cuda.put(op, &view.data, &mut data, index)?;
+            if let (Some(from), Some(to)) = (&view.scales, &mut scales) {
+                cuda.put(op, &from.data, to, index)?;
             }
         }
         let [outputs, inputs] = first.shape;

@@ -5,6 +5,7 @@
 //! beside the Rust that launches it.
 
 mod attention;
+mod fill;
 mod heads;
 mod launch;
 mod linear;

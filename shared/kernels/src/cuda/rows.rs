@@ -48,7 +48,7 @@ pub(crate) struct Embedding {
 
 impl Embedding {
     pub(crate) fn new(cuda: &Cuda, view: &WeightView) -> Result<Embedding> {
-        let table = match view.region.device() {
+        let table = match view.data.device() {
             Some(_) => Weight::borrow(cuda, embedding::OP, view)?,
             None => Weight::upload(cuda, embedding::OP, view)?,
         };

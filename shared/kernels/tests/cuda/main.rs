@@ -6,6 +6,7 @@ mod attention;
 #[expect(dead_code, reason = "the CPU's tests use more of it")]
 #[path = "../kernels/common.rs"]
 mod common;
+mod fill;
 mod gpu;
 mod linear;
 mod moe;

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use eyrie_checkpoint::{Dtype, Layout, ScaleView, WeightView};
+use eyrie_checkpoint::{Bytes, Dtype, Layout, ScaleView, WeightView};
 use eyrie_kernels::{Backend, Cpu, CpuOptions, Isa};
 use eyrie_region::{Region, RegionKind};
 use half::{bf16, f16};
@@ -33,9 +33,9 @@ impl Rng {
 }
 
 #[derive(Debug)]
-pub(crate) struct Bytes(pub(crate) Vec<u8>);
+pub(crate) struct Memory(pub(crate) Vec<u8>);
 
-impl Region for Bytes {
+impl Region for Memory {
     fn host(&self) -> Option<&[u8]> {
         Some(&self.0)
     }
@@ -45,9 +45,14 @@ impl Region for Bytes {
     }
 }
 
+/// Bytes in memory.
+pub(crate) fn mapped(bytes: Vec<u8>) -> Bytes {
+    let range = 0..bytes.len();
+    Bytes::Mapped { region: Arc::new(Memory(bytes)), range }
+}
+
 pub(crate) fn view(layout: Layout, shape: [usize; 2], bytes: Vec<u8>) -> WeightView {
-    let data = 0..bytes.len();
-    WeightView { region: Arc::new(Bytes(bytes)), layout, shape, data, scales: None }
+    WeightView { data: mapped(bytes), layout, shape, scales: None }
 }
 
 /// A random weight of a layout, and its exact values.
@@ -88,9 +93,7 @@ fn int4(rng: &mut Rng, [out, width]: [usize; 2]) -> (WeightView, Vec<f64>) {
         .collect();
     let scale_bytes: Vec<u8> = scales.iter().flat_map(|v| v.to_le_bytes()).collect();
     let mut view = view(Layout::Int4G32, [out, width], bytes);
-    let range = 0..scale_bytes.len();
-    let region = Arc::new(Bytes(scale_bytes));
-    view.scales = Some(ScaleView { region, range, dtype: Dtype::Bf16, shape: [out, width / 32] });
+    view.scales = Some(ScaleView { data: mapped(scale_bytes), dtype: Dtype::Bf16, shape: [out, width / 32] });
     (view, values)
 }
 

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use eyrie_checkpoint::Layout;
+use eyrie_checkpoint::{Bytes, Layout};
 use eyrie_kernels::{Embedding, Isa, KernelError, Linear};
 use proptest::prelude::*;
 
@@ -78,9 +78,9 @@ fn int4_golden_word() {
     let mut bytes = vec![0x88; 16];
     bytes[..4].copy_from_slice(&[0x10, 0x32, 0x54, 0x76]);
     let (mut view, _) = weight(&mut Rng(1), Layout::Int4G32, [1, 32]);
-    view.region = Arc::new(Bytes(bytes));
+    view.data = mapped(bytes);
     if let Some(scale) = &mut view.scales {
-        scale.region = Arc::new(Bytes(half::bf16::from_f32(0.5).to_le_bytes().to_vec()));
+        scale.data = mapped(half::bf16::from_f32(0.5).to_le_bytes().to_vec());
     }
     let linear = Linear::pack(&best(), &view).unwrap();
     let one_hot: Vec<f32> = (0..32 * 32).map(|i| f32::from(u8::from(i / 32 == i % 32))).collect();
@@ -96,11 +96,11 @@ fn shared_tiles_are_borrowed_and_equal_packed_ones() {
     let mut tiles = vec![0xff; Linear::tile_bytes(shape)];
     Linear::write_tiles(&view, &mut tiles).unwrap();
     assert_eq!(tiles.len(), 64 * 33 * 2);
-    let region = Arc::new(Bytes([vec![0; 3], tiles].concat()));
+    let region = Arc::new(Memory([vec![0; 3], tiles].concat()));
+    let at = |range| Bytes::Mapped { region: region.clone(), range };
     let mut shared = view.clone();
     shared.layout = Layout::Bf16Tile16;
-    shared.data = 3..region.0.len();
-    shared.region = region.clone();
+    shared.data = at(3..region.0.len());
     let cpu = best();
     let borrowed = Linear::borrow(&cpu, &shared).unwrap();
     assert_eq!(Arc::strong_count(&region), 3, "the region itself is held, not a copy");
@@ -108,7 +108,7 @@ fn shared_tiles_are_borrowed_and_equal_packed_ones() {
     let packed = Linear::pack(&cpu, &view).unwrap();
     assert_eq!(flat(&borrowed.forward(&x).unwrap()), flat(&packed.forward(&x).unwrap()));
 
-    shared.data.end -= 1;
+    shared.data = at(3..region.0.len() - 1);
     assert!(matches!(Linear::borrow(&cpu, &shared), Err(KernelError::Shape { .. })));
     let mut short = vec![0; 5];
     assert!(matches!(Linear::write_tiles(&view, &mut short), Err(KernelError::Shape { .. })));

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 
 use super::{DeviceBuffer, Gpu};
 use crate::region::within;
-use crate::{DeviceSpan, Region, RegionError, RegionKind};
+use crate::{DeviceSpan, DeviceSpanMut, Region, RegionError, RegionKind};
 
 /// The driver's unit of plain memory. Memory of whole units shares none with another allocation, which a handle of one
 /// would give away with it.
@@ -70,6 +70,11 @@ impl IpcBuilder {
     /// Where it lies.
     pub fn span(&self) -> DeviceSpan {
         DeviceSpan { len: self.len, ..self.memory.span() }
+    }
+
+    /// The same, for kernels to write before the memory is sealed.
+    pub fn span_mut(&mut self) -> DeviceSpanMut<'_> {
+        DeviceSpanMut::new(self.span())
     }
 
     /// The handle, to be told to importers.

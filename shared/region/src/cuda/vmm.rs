@@ -9,7 +9,7 @@ use rustix::io::FdFlags;
 
 use super::{CudaError, Gpu};
 use crate::region::within;
-use crate::{DeviceSpan, Region, RegionError, RegionKind};
+use crate::{DeviceSpan, DeviceSpanMut, Region, RegionError, RegionKind};
 
 const MEANS: &str = "file descriptors (virtual memory management)";
 const POSIX_FD: sys::CUmemAllocationHandleType =
@@ -86,6 +86,11 @@ impl VmmBuilder {
     /// Where it lies.
     pub fn span(&self) -> DeviceSpan {
         self.memory.span()
+    }
+
+    /// The same, for kernels to write before the memory is sealed.
+    pub fn span_mut(&mut self) -> DeviceSpanMut<'_> {
+        DeviceSpanMut::new(self.span())
     }
 
     /// The descriptor, to be passed to importers.

@@ -63,7 +63,7 @@ pub(crate) fn gpu(activations: Activations) -> Backend {
 pub(crate) fn shared(checkpoint: &TargetCheckpoint, backend: &Backend) -> SharedWeights {
     let backing = match backend.device() {
         Device::Cpu => Backing::Local,
-        _ => Backing::CudaVmm(Gpu::open(GPU).unwrap()),
+        _ => Backing::CudaVmm(Gpu::open(GPU).unwrap(), backend),
     };
     SharedWeights::build(checkpoint, backing, Epoch::random().unwrap()).unwrap()
 }
