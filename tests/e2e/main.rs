@@ -45,4 +45,6 @@ mod sampling;
 #[cfg(test)]
 mod services;
 #[cfg(test)]
+mod synth;
+#[cfg(test)]
 mod zero_copy;

@@ -1,9 +1,12 @@
 use std::path::PathBuf;
 
 use eyrie_checkpoint::CheckpointError;
+use eyrie_kernels::KernelError;
 use eyrie_model::ModelError;
-use eyrie_region::{DoorError, RegionError, RingError};
+use eyrie_region::{CudaError, DoorError, RegionError, RingError};
 use eyrie_service::ServeError;
+
+use crate::plan::Need;
 
 /// Why the target could not start or had to end; one line that names what, limit and given value.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +46,26 @@ pub enum TargetError {
         /// What it was.
         given: String,
     },
+    /// More memory than there is.
+    #[error("memory of {place}: {need}, {available} are free")]
+    Memory {
+        /// The processor.
+        place: String,
+        /// What serving takes, part by part.
+        need: Need,
+        /// Bytes that were free.
+        available: u64,
+    },
+    /// GPU memory that ran out all the same.
+    #[error("{error}; by the plan {need}, {available} were free at the start")]
+    OutOfMemory {
+        /// What could not be had.
+        error: Box<TargetError>,
+        /// What serving was thought to take, part by part.
+        need: Need,
+        /// Bytes that were free.
+        available: u64,
+    },
     /// A file of the model folder could not be read.
     #[error("{}: {source}", path.display())]
     File {
@@ -57,4 +80,18 @@ pub enum TargetError {
     /// A fault of ours on the engine's thread.
     #[error("the engine stopped: {0}")]
     Engine(String),
+}
+
+impl TargetError {
+    /// The same beside the plan, where it says that a GPU has no memory left.
+    pub(crate) fn beside(self, need: Need, available: u64) -> Self {
+        match &self {
+            Self::Kernel(KernelError::GpuMemory { .. })
+            | Self::Model(
+                ModelError::Kernel(KernelError::GpuMemory { .. })
+                | ModelError::Region(RegionError::Cuda(CudaError::OutOfMemory { .. })),
+            ) => Self::OutOfMemory { error: Box::new(self), need, available },
+            _ => self,
+        }
+    }
 }

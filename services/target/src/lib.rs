@@ -21,4 +21,5 @@ mod state;
 
 pub use error::TargetError;
 pub use options::TargetOptions;
+pub use plan::Need;
 pub use run::{Ready, run};

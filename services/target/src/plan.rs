@@ -1,5 +1,6 @@
 //! The options resolved against the checkpoint's config: every size the engine will use.
 
+use std::fmt;
 use std::num::NonZeroUsize;
 
 use eyrie_checkpoint::TargetConfig;
@@ -17,6 +18,24 @@ const LEAST_CONTEXT: u32 = 2;
 const RING_CHUNKS: usize = 2;
 /// Rounds of every sequence that a ring of default size holds.
 const RING_ROUNDS: usize = 4;
+
+/// Tokens of the smallest KV cache that serves: a page.
+const LEAST_KV_TOKENS: u64 = PAGE_ROWS as u64;
+/// Rows of a round as they usually are.
+const USUAL_ROUND: usize = 4;
+/// Values as wide as the residual stream that a step holds of a row.
+const ROWS_BETWEEN: usize = 12;
+/// What the experts' kernels take at most, and the driver for kernels and queues.
+const GPU_SCRATCH: u64 = 512 << 20;
+
+/// Bytes that serving needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Need {
+    weights: u64,
+    kv: u64,
+    features: u64,
+    workspace: u64,
+}
 
 /// Resolved sizes.
 #[derive(Debug, Clone, PartialEq)]
@@ -73,20 +92,82 @@ impl Plan {
         })
     }
 
-    /// Refuses a KV cache of a model of `config` that `available` bytes of memory cannot hold, before anything is loaded;
-    /// warns of a prefix cache that can hold nothing.
-    pub(crate) fn check_memory(&self, config: &TargetConfig, available: u64) -> Result<(), TargetError> {
+    /// Refuses a model whose weights of `weights` bytes do not fit the `available` bytes of memory together with its caches,
+    /// before anything is loaded; warns of a prefix cache that can hold nothing.
+    pub(crate) fn check_memory(
+        &self,
+        config: &TargetConfig,
+        weights: u64,
+        available: u64,
+    ) -> Result<Need, TargetError> {
         let token = LatentCache::token_bytes(config, self.activations);
-        let most = available / token;
-        if self.kv_tokens as u64 > most {
-            let limit = format!("at most {most}: a token needs {token} bytes, {available} are available");
-            return Err(refuse("kv-tokens", limit, self.kv_tokens));
+        let need = self.need(config, weights)?;
+        if need.total() > available {
+            let left = available.saturating_sub(need.total() - need.kv);
+            // Fewer tokens may do, if they still hold a sequence.
+            if left / token >= LEAST_KV_TOKENS {
+                let most = left / token;
+                let limit = format!("at most {most}: a token needs {token} bytes, {left} are available");
+                return Err(refuse("kv-tokens", limit, self.kv_tokens));
+            }
+            let place = self.processor.to_string();
+            return Err(TargetError::Memory { place, need, available });
         }
         let page = token * PAGE_ROWS as u64;
         if let Some(bytes) = self.prefix_cache_bytes.filter(|bytes| (1..page).contains(bytes)) {
             tracing::warn!("--prefix-cache-bytes {bytes} keeps nothing: a page has {page} bytes");
         }
-        Ok(())
+        Ok(need)
+    }
+}
+
+impl Plan {
+    /// What a model of `config` and `weights` bytes needs: at least that, since formats are widened where a processor has
+    /// no kernel for them.
+    fn need(&self, config: &TargetConfig, weights: u64) -> Result<Need, TargetError> {
+        let width = self.aux_width as usize;
+        let geometry =
+            RingGeometry { slots: self.ring_slots, slot_rows: SLOT_ROWS, row_width: self.aux_width };
+        let features = match self.capture.is_empty() {
+            true => 0,
+            false => {
+                let block = (PAGE_ROWS * width * size_of::<f32>()) as u64;
+                let blocks = (self.kv_tokens / PAGE_ROWS + self.max_sequences) as u64;
+                geometry.byte_len()? + (self.aux_cache_bytes / block.max(1)).min(blocks) * block
+            }
+        };
+        Ok(Need {
+            weights,
+            kv: self.kv_tokens as u64 * LatentCache::token_bytes(config, self.activations),
+            features,
+            workspace: if self.processor == Processor::Cpu { 0 } else { self.workspace(config) },
+        })
+    }
+
+    /// What a step takes of a GPU beside that: the rows between layers, their queries, and the logits of a round.
+    fn workspace(&self, config: &TargetConfig) -> u64 {
+        let rounds = self.max_sequences * USUAL_ROUND;
+        let queries = config.num_attention_heads * (config.kv_lora_rank + config.qk_rope_head_dim);
+        let row = (queries + ROWS_BETWEEN * config.hidden_size) * size_of::<f32>();
+        let logits = rounds * config.vocab_size * size_of::<f32>();
+        GPU_SCRATCH + ((self.prefill_chunk + rounds) * row + logits) as u64
+    }
+}
+
+impl Need {
+    fn total(&self) -> u64 {
+        self.weights + self.kv + self.features + self.workspace
+    }
+}
+
+impl fmt::Display for Need {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { weights, kv, features, workspace } = self;
+        let total = self.total();
+        write!(
+            f,
+            "{total} bytes are needed at least (weights {weights}, KV cache {kv}, features {features}, workspace {workspace})"
+        )
     }
 }
 
@@ -162,6 +243,7 @@ fn ring_slots(options: &TargetOptions, row_width: u32, activations: Activations)
 mod tests {
     use std::path::Path;
 
+    use eyrie_kernels::KernelError;
     use eyrie_wire::Address;
 
     use super::*;
@@ -210,11 +292,35 @@ mod tests {
         assert_eq!(plan.kv_tokens, 128);
         // 8 layers of 128 + 32 values a token.
         let token = 8 * 160 * 4;
-        assert!(plan.check_memory(&config(), 128 * token).is_ok());
+        let rest = 1000 + plan.need(&config(), 0).unwrap().features;
+        let check = |available| plan.check_memory(&config(), 1000, available);
+        assert!(check(rest + 128 * token).is_ok());
         assert_eq!(
-            plan.check_memory(&config(), 128 * token - 1).unwrap_err().to_string(),
+            check(rest + 128 * token - 1).unwrap_err().to_string(),
             "option kv-tokens must be at most 127: a token needs 5120 bytes, 655359 are available, given 128"
         );
+        // Two blocks of the KV cache and one for each sequence beside the ring.
+        let features = rest - 1000;
+        assert!(features > (2 + 64) * 64 * 1152 * 4 && features < (2 + 64) * 64 * 1152 * 4 + (10 << 20));
+        assert_eq!(
+            check(rest).unwrap_err().to_string(),
+            format!(
+                "memory of cpu: {} bytes are needed at least (weights 1000, KV cache 655360, features {features}, \
+                 workspace 0), {rest} are free",
+                rest + 128 * token
+            )
+        );
+    }
+
+    #[test]
+    fn a_gpu_needs_room_for_a_step_too() {
+        let options = TargetOptions { processor: Processor::Cuda(0), ..options() };
+        let need = Plan::new(&options, &config()).unwrap().need(&config(), 1).unwrap();
+        assert!(need.workspace > GPU_SCRATCH + 256 * 4096 * 4, "{need}");
+        let ran_out = KernelError::GpuMemory { what: "linear", wanted: 9, free: 5, total: 7 };
+        let line = TargetError::from(ran_out).beside(need, 6).to_string();
+        assert!(line.contains("9 bytes wanted for linear, 5 of 7 bytes are free; by the plan "), "{line}");
+        assert!(line.ends_with(&format!("{need}, 6 were free at the start")), "{line}");
     }
 
     #[test]

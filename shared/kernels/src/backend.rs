@@ -49,6 +49,11 @@ impl Backend {
         }
     }
 
+    /// Whether it is a GPU.
+    pub fn is_gpu(&self) -> bool {
+        !matches!(self, Self::Cpu(_))
+    }
+
     /// The device on which this backend's activations lie.
     pub fn device(&self) -> &Device {
         match self {

@@ -170,6 +170,11 @@ impl Eagle3Head {
         &self.capture
     }
 
+    /// Width of the target's captured rows, which `fc` takes.
+    pub fn aux_width(&self) -> usize {
+        self.own.fc.in_features()
+    }
+
     /// Draft vocabulary `Vd`.
     pub fn draft_vocab(&self) -> usize {
         self.head.out_features()

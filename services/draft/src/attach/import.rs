@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
 use super::copy::{CopyError, CopyStore};
+use super::warm::warm_up;
 use crate::SharedSource;
 use crate::engine::{Attachment, DEVICE_ROOM, DeviceRing, FeatureSource};
 use crate::inline::RowReader;
@@ -164,8 +165,11 @@ impl Importing {
     ) -> Result<Imported, ImportError> {
         let Obtained { shared, memory, features, rows } = obtained;
         let capture = CaptureSet::new(&aux.canonical, grant.layers as usize)?;
-        let head = Eagle3Head::over(Arc::clone(&self.head), &capture, &shared)?;
-        let cache = head.new_cache(self.cache_tokens, PAGE_ROWS)?;
+        let mut head = Eagle3Head::over(Arc::clone(&self.head), &capture, &shared)?;
+        let mut cache = head.new_cache(self.cache_tokens, PAGE_ROWS)?;
+        if head.backend().is_gpu() {
+            warm_up(&mut head, &mut cache)?;
+        }
         let attachment = Attachment {
             place,
             epoch: grant.epoch,

@@ -3,6 +3,7 @@
 mod checks;
 mod copy;
 mod import;
+mod warm;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

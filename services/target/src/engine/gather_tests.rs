@@ -14,7 +14,7 @@ use crate::plan::Plan;
 
 const SEQ: u64 = 1;
 
-fn engine() -> Engine {
+pub(super) fn engine() -> Engine {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/demo/mini");
     let options = TargetOptions {
         kv_tokens: 512,

@@ -76,13 +76,27 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
             }
         }
     };
-    plan.check_memory(checkpoint.config(), available)?;
+    let need = plan.check_memory(checkpoint.config(), checkpoint.account().loaded.bytes, available)?;
+    let request = LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain };
+    load_into(request, backing, &backend, progress).map_err(|error| error.beside(need, available))
+}
+
+fn load_into(
+    request: LoadRequest,
+    backing: Backing<'_>,
+    backend: &Backend,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Loaded, TargetError> {
+    let LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain } = request;
     let shared = SharedWeights::build(&checkpoint, backing, epoch)?;
-    let model = load_target(&checkpoint, shared, &backend, progress)?;
+    let model = load_target(&checkpoint, shared, backend, progress)?;
     let parts =
         Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
     let fingerprint = fingerprint(&checkpoint, parts);
-    let (engine, exports) = assemble(model, &backend, &plan, epoch, gauges, drain)?;
+    let (mut engine, exports) = assemble(model, backend, &plan, epoch, gauges, drain)?;
+    if backend.is_gpu() {
+        engine.warm_up()?;
+    }
     Ok(Loaded { engine, exports, formats: formats(&checkpoint)?, fingerprint })
 }
 

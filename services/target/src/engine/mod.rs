@@ -20,6 +20,7 @@ mod step;
 mod streams;
 #[cfg(test)]
 mod turn_tests;
+mod warm;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
