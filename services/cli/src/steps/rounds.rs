@@ -63,7 +63,7 @@ impl Bench {
         draft: Option<&Address>,
         sizes: Sizes,
     ) -> anyhow::Result<Self> {
-        let boot_id = u64::from(std::process::id()) << 32 | 1;
+        let boot_id = (u64::from(std::process::id()) << 32) | 1;
         let (target, card) = lane::target(target, boot_id).await?;
         let draft = match draft {
             Some(address) => Some(lane::draft(address, boot_id, &card).await?),
@@ -284,7 +284,7 @@ impl Sequence {
 
 /// A token of a prompt: SplitMix64 of sequence and position.
 fn random(seq: u64, at: u32) -> u32 {
-    let mut z = (seq << 32 | u64::from(at)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut z = ((seq << 32) | u64::from(at)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     (z >> 32) as u32

@@ -114,9 +114,9 @@ impl Fill {
     }
 
     fn nibbles(&self, element: usize) -> u32 {
-        let nibble = |byte: u8| 1 + (u32::from(byte) * 15 >> 8);
+        let nibble = |byte: u8| 1 + ((u32::from(byte) * 15) >> 8);
         let bytes = self.bits(element).to_le_bytes();
-        bytes.into_iter().rev().fold(0, |word, byte| word << 4 | nibble(byte))
+        bytes.into_iter().rev().fold(0, |word, byte| (word << 4) | nibble(byte))
     }
 }
 
