@@ -35,7 +35,7 @@ pub(crate) enum Command {
     /// Send one prompt to a gateway
     Generate(GenerateArgs),
     /// Measure tokens per second, plain and with drafts of 1, 3, 5 and 7 tokens
-    Bench(BenchArgs),
+    Bench(Box<BenchArgs>),
     /// Check a checkpoint, or a pair, from its headers in under a second
     Doctor(DoctorArgs),
     /// Run the target service: holds the model, verifies and samples
@@ -157,7 +157,7 @@ pub(crate) struct BenchArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchWhat {
     /// Measure milliseconds of a step and of a round by batch, straight at target and draft: needs no tokenizer
-    Steps(StepsArgs),
+    Steps(Box<StepsArgs>),
 }
 
 #[derive(Debug, Args)]

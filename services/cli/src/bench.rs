@@ -34,7 +34,7 @@ struct Setting {
 /// Runs the command.
 pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
     if let Some(BenchWhat::Steps(args)) = args.what {
-        return steps::steps(args).await;
+        return steps::steps(&args).await;
     }
     let listen: Address = "127.0.0.1:0".parse()?;
     let mut fleet = Fleet::start(&args.models, None, &listen, Shape::PAIR).await?;

@@ -76,7 +76,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             Command::Demo(args) => demo::demo(args).await,
             Command::Up(args) => up::up(args).await,
             Command::Generate(args) => generate::generate(args).await,
-            Command::Bench(args) => bench::bench(args).await,
+            Command::Bench(args) => bench::bench(*args).await,
             Command::Target(args) => service::target(args).await,
             Command::Draft(args) => service::draft(args).await,
             Command::Gateway(args) => service::gateway(args).await,

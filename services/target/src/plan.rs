@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use eyrie_checkpoint::TargetConfig;
 use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_model::LatentCache;
-use eyrie_region::{DeviceRingGeometry, RegionKind, RingGeometry};
+use eyrie_region::{DeviceRingGeometry, RegionKind, RingError, RingGeometry};
 
 use crate::engine::{PAGE_ROWS, SLOT_ROWS};
 use crate::options::{TargetOptions, refuse};
@@ -125,15 +125,14 @@ impl Plan {
     /// What a model of `config` and `weights` bytes needs: at least that, since formats are widened where a processor has
     /// no kernel for them.
     fn need(&self, config: &TargetConfig, weights: u64) -> Result<Need, TargetError> {
-        let width = self.aux_width as usize;
-        let geometry =
-            RingGeometry { slots: self.ring_slots, slot_rows: SLOT_ROWS, row_width: self.aux_width };
         let features = match self.capture.is_empty() {
             true => 0,
             false => {
-                let block = (PAGE_ROWS * width * size_of::<f32>()) as u64;
+                let (numbers, width) = (self.activations, self.aux_width);
+                let block = (PAGE_ROWS * width as usize * numbers.size()) as u64;
                 let blocks = (self.kv_tokens / PAGE_ROWS + self.max_sequences) as u64;
-                geometry.byte_len()? + (self.aux_cache_bytes / block.max(1)).min(blocks) * block
+                let kept = (self.aux_cache_bytes / block.max(1)).min(blocks) * block;
+                ring_bytes(self.processor, numbers, self.ring_slots, width)? + kept
             }
         };
         Ok(Need {
@@ -216,17 +215,23 @@ fn sharing(options: &TargetOptions) -> Result<RegionKind, TargetError> {
     }
 }
 
+/// Bytes of a ring's rows where they lie, and on the CPU of its stamps.
+fn ring_bytes(
+    processor: Processor,
+    numbers: Activations,
+    slots: u32,
+    row_width: u32,
+) -> Result<u64, RingError> {
+    let ring = RingGeometry { slots, slot_rows: SLOT_ROWS, row_width };
+    match processor {
+        Processor::Cpu => ring.byte_len(),
+        Processor::Cuda(_) => DeviceRingGeometry { ring, value_bytes: numbers.size() as u32 }.payload_len(),
+    }
+}
+
 fn ring_slots(options: &TargetOptions, row_width: u32, activations: Activations) -> Result<u32, TargetError> {
     let least = (RING_CHUNKS * options.prefill_chunk).div_ceil(SLOT_ROWS as usize);
-    let bytes = |slots: u32| {
-        let ring = RingGeometry { slots, slot_rows: SLOT_ROWS, row_width };
-        match options.processor {
-            Processor::Cpu => ring.byte_len(),
-            Processor::Cuda(_) => {
-                DeviceRingGeometry { ring, value_bytes: activations.size() as u32 }.payload_len()
-            }
-        }
-    };
+    let bytes = |slots: u32| ring_bytes(options.processor, activations, slots, row_width);
     let Some(limit) = options.ring_bytes else {
         return Ok(least.max(RING_ROUNDS * options.max_sequences) as u32);
     };

@@ -45,13 +45,13 @@ struct Drafted {
 }
 
 /// Runs the command.
-pub(crate) async fn steps(args: StepsArgs) -> anyhow::Result<ExitCode> {
+pub(crate) async fn steps(args: &StepsArgs) -> anyhow::Result<ExitCode> {
     let lines = match &args.target_at {
-        Some(target) => measure(target, args.draft_at.as_ref(), &args).await?,
-        None => with_own_fleet(&args).await?,
+        Some(target) => measure(target, args.draft_at.as_ref(), args).await?,
+        None => with_own_fleet(args).await?,
     };
     if args.json {
-        print_json(&lines, &args)?
+        print_json(&lines, args)?
     } else {
         print_table(&lines, args.draft_tokens)?
     }
