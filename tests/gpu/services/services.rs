@@ -6,7 +6,7 @@ use eyrie_tests::{
 use eyrie_wire::v1::{LoadState, ModelCard, TargetLease};
 
 /// Whatever the environment says: a service that falls back to the CPU is no result here.
-const ON_GPU: [&str; 2] = ["--device", "cuda:0"];
+const ON_GPU: [&str; 4] = ["--device", "cuda:0", "--activations", "bf16"];
 /// Option of the target that chooses how it shares its memory.
 const SHARE: &str = "--share";
 
@@ -70,7 +70,8 @@ pub(crate) async fn start_draft(
     if !lease.attached {
         return Err(lease.because);
     }
-    assert_eq!((lease.kind.as_str(), lease.copied_bytes), ("map", 0), "no silent fall-back");
+    let kind = target_card(&target).await.unwrap().shared_kind;
+    assert_eq!((&lease.kind, lease.copied_bytes), (&kind, 0), "no silent fall-back");
     Ok(lease)
 }
 
