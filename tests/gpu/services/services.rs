@@ -6,7 +6,7 @@ use eyrie_tests::{
 use eyrie_wire::v1::{LoadState, ModelCard, TargetLease};
 
 /// Whatever the environment says: a service that falls back to the CPU is no result here.
-const ON_GPU: [&str; 4] = ["--device", "cuda:0", "--activations", "bf16"];
+const ON_GPU: &[&str] = &["--device", "cuda:0", "--activations", "bf16"];
 /// Option of the target that chooses how it shares its memory.
 const SHARE: &str = "--share";
 
@@ -38,7 +38,7 @@ impl Pair {
 pub(crate) async fn start_target(trio: &mut Trio, pair: Pair, kind: &str, flags: &[&str]) -> ModelCard {
     let model = pair.target();
     let model = model.each_ref().map(String::as_str);
-    trio.launch("target", &[], "target", &[&model, &ON_GPU, &[SHARE, kind], flags].concat());
+    trio.launch("target", &[], "target", &[&model[..], ON_GPU, &[SHARE, kind], flags].concat());
     let card = until("the target to serve", async || {
         let card = target_card(&trio.at("target")).await.ok();
         assert!(trio.is_running("target"), "the target ended: {}", reason(&trio.log("target")));
@@ -60,7 +60,7 @@ pub(crate) async fn start_draft(
 ) -> Result<TargetLease, String> {
     let (model, target) = (pair.draft(), trio.at("target"));
     let model = model.each_ref().map(String::as_str);
-    trio.launch(name, through, "draft", &[&model, &ON_GPU, &["--target", &target], flags].concat());
+    trio.launch(name, through, "draft", &[&model[..], ON_GPU, &["--target", &target], flags].concat());
     let lease = until("the draft's lease, or why there is none", async || {
         assert!(trio.is_running(name), "the draft ended: {}", reason(&trio.log(name)));
         let lease = lease(trio, name).await?;
