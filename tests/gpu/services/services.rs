@@ -1,5 +1,7 @@
 //! Target, draft and gateway on the GPU.
 
+use std::path::Path;
+
 use eyrie_tests::{
     Asked, Outcome, Trio, ask, client, draft_card, goldens, mini, mini_eagle3, target_card, until,
 };
@@ -14,22 +16,23 @@ const SHARE: &str = "--share";
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Pair {
     Bundled,
-    /// What `--synth` takes, for the target and for the draft.
-    Synth(&'static str, &'static str),
+    /// What `--synth` takes, of both.
+    Synth(&'static str),
 }
 
 impl Pair {
     fn target(self) -> [String; 2] {
-        match self {
-            Self::Bundled => ["--model".to_owned(), mini().display().to_string()],
-            Self::Synth(target, _) => ["--synth".to_owned(), target.to_owned()],
-        }
+        self.source(&mini())
     }
 
     fn draft(self) -> [String; 2] {
+        self.source(&mini_eagle3())
+    }
+
+    fn source(self, bundled: &Path) -> [String; 2] {
         match self {
-            Self::Bundled => ["--model".to_owned(), mini_eagle3().display().to_string()],
-            Self::Synth(_, draft) => ["--synth".to_owned(), draft.to_owned()],
+            Self::Bundled => ["--model".to_owned(), bundled.display().to_string()],
+            Self::Synth(spec) => ["--synth".to_owned(), spec.to_owned()],
         }
     }
 }
