@@ -8,9 +8,9 @@ use crate::EYRIE;
 use crate::device::{Device, MIB, TABLES};
 use crate::services::{Pair, attach_ms, proposes, start_draft, start_target};
 
-/// A target whose embedding and head have 163,840 rows of 7,168, and a draft without them. Few layers: what is looked at
-/// are those two.
-pub(crate) const LARGE: Pair = Pair::Synth("kimi-k2:layers=2,experts=8", "kimi-k2");
+/// A target whose embedding and head have 163,840 rows of 7,168, and a draft without them. The rest is small: what is
+/// looked at are those two.
+pub(crate) const LARGE: Pair = Pair::Synth("kimi-k2:layers=8,experts=8,expert-width=256");
 /// Embedding and head in bf16.
 pub(crate) const LARGE_SHARED: u64 = 2 * 163_840 * 7_168 * 2;
 /// Keeps the draft's KV small beside what is looked at.

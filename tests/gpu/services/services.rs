@@ -1,12 +1,14 @@
 //! Target, draft and gateway on the GPU.
 
+use std::path::Path;
+
 use eyrie_tests::{
     Asked, Outcome, Trio, ask, client, draft_card, goldens, mini, mini_eagle3, target_card, until,
 };
 use eyrie_wire::v1::{LoadState, ModelCard, TargetLease};
 
 /// Whatever the environment says: a service that falls back to the CPU is no result here.
-const ON_GPU: [&str; 2] = ["--device", "cuda:0"];
+const ON_GPU: &[&str] = &["--device", "cuda:0", "--activations", "bf16"];
 /// Option of the target that chooses how it shares its memory.
 const SHARE: &str = "--share";
 
@@ -14,22 +16,23 @@ const SHARE: &str = "--share";
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Pair {
     Bundled,
-    /// What `--synth` takes, for the target and for the draft.
-    Synth(&'static str, &'static str),
+    /// What `--synth` takes, of both.
+    Synth(&'static str),
 }
 
 impl Pair {
     fn target(self) -> [String; 2] {
-        match self {
-            Self::Bundled => ["--model".to_owned(), mini().display().to_string()],
-            Self::Synth(target, _) => ["--synth".to_owned(), target.to_owned()],
-        }
+        self.source(&mini())
     }
 
     fn draft(self) -> [String; 2] {
+        self.source(&mini_eagle3())
+    }
+
+    fn source(self, bundled: &Path) -> [String; 2] {
         match self {
-            Self::Bundled => ["--model".to_owned(), mini_eagle3().display().to_string()],
-            Self::Synth(_, draft) => ["--synth".to_owned(), draft.to_owned()],
+            Self::Bundled => ["--model".to_owned(), bundled.display().to_string()],
+            Self::Synth(spec) => ["--synth".to_owned(), spec.to_owned()],
         }
     }
 }
@@ -38,7 +41,7 @@ impl Pair {
 pub(crate) async fn start_target(trio: &mut Trio, pair: Pair, kind: &str, flags: &[&str]) -> ModelCard {
     let model = pair.target();
     let model = model.each_ref().map(String::as_str);
-    trio.launch("target", &[], "target", &[&model, &ON_GPU, &[SHARE, kind], flags].concat());
+    trio.launch("target", &[], "target", &[&model[..], ON_GPU, &[SHARE, kind], flags].concat());
     let card = until("the target to serve", async || {
         let card = target_card(&trio.at("target")).await.ok();
         assert!(trio.is_running("target"), "the target ended: {}", reason(&trio.log("target")));
@@ -60,7 +63,7 @@ pub(crate) async fn start_draft(
 ) -> Result<TargetLease, String> {
     let (model, target) = (pair.draft(), trio.at("target"));
     let model = model.each_ref().map(String::as_str);
-    trio.launch(name, through, "draft", &[&model, &ON_GPU, &["--target", &target], flags].concat());
+    trio.launch(name, through, "draft", &[&model[..], ON_GPU, &["--target", &target], flags].concat());
     let lease = until("the draft's lease, or why there is none", async || {
         assert!(trio.is_running(name), "the draft ended: {}", reason(&trio.log(name)));
         let lease = lease(trio, name).await?;
@@ -70,7 +73,8 @@ pub(crate) async fn start_draft(
     if !lease.attached {
         return Err(lease.because);
     }
-    assert_eq!((lease.kind.as_str(), lease.copied_bytes), ("map", 0), "no silent fall-back");
+    let kind = target_card(&target).await.unwrap().shared_kind;
+    assert_eq!((&lease.kind, lease.copied_bytes), (&kind, 0), "no silent fall-back");
     Ok(lease)
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod fixtures;
 pub(crate) mod rewrite;
 
 use std::collections::HashMap;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
@@ -44,11 +45,12 @@ pub(crate) fn backend(threads: usize) -> Backend {
         return cpu(threads);
     }
     thread_local! {
-        static BACKEND: Backend = gpu(
+        // Never dropped: a context goes with its last user, and would be made anew for every test.
+        static BACKEND: ManuallyDrop<Backend> = ManuallyDrop::new(gpu(
             std::env::var("EYRIE_ACTIVATIONS").map_or(Activations::F32, |numbers| numbers.parse().unwrap()),
-        );
+        ));
     }
-    BACKEND.with(Backend::clone)
+    BACKEND.with(|backend| Backend::clone(backend))
 }
 
 /// The GPU with these activations.
