@@ -79,8 +79,13 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
     plan.check_memory(checkpoint.config(), available)?;
     let shared = SharedWeights::build(&checkpoint, backing, epoch)?;
     let model = load_target(&checkpoint, shared, &backend, progress)?;
-    let parts =
-        Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
+    let parts = Parts {
+        config: &config_hash,
+        capture: &plan.capture,
+        shared: model.embed_and_head().fingerprint(),
+        processor: plan.processor,
+        activations: plan.activations,
+    };
     let fingerprint = fingerprint(&checkpoint, parts);
     let (engine, exports) = assemble(model, &backend, &plan, epoch, gauges, drain)?;
     Ok(Loaded { engine, exports, formats: formats(&checkpoint)?, fingerprint })
