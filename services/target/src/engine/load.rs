@@ -90,8 +90,13 @@ fn load_into(
     let LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain } = request;
     let shared = SharedWeights::build(&checkpoint, backing, epoch)?;
     let model = load_target(&checkpoint, shared, backend, progress)?;
-    let parts =
-        Parts { config: &config_hash, capture: &plan.capture, shared: model.embed_and_head().fingerprint() };
+    let parts = Parts {
+        config: &config_hash,
+        capture: &plan.capture,
+        shared: model.embed_and_head().fingerprint(),
+        processor: plan.processor,
+        activations: plan.activations,
+    };
     let fingerprint = fingerprint(&checkpoint, parts);
     let (mut engine, exports) = assemble(model, backend, &plan, epoch, gauges, drain)?;
     if backend.is_gpu() {

@@ -37,7 +37,8 @@ fn the_gpu_makes_the_same_bits_as_the_cpu() {
             let mut rng = Rng(seed);
             let layout = [Layout::F32, Layout::Bf16, Layout::Int4G32][seed as usize % 3];
             let width = 32 * (1 + rng.below(6));
-            let view = made(&mut rng, layout, [1 + rng.below(700), width]);
+            let outputs = 1 + rng.below(700);
+            let view = made(&mut rng, layout, [outputs, width]);
             let got = host(&weights(&gpu.backend, &view, |values, width| gpu.put(values, width)));
             let want = flat(&weights(&cpu, &view, tensor));
             assert!(bits(&got) == bits(&want), "{layout:?} {:?}", view.shape);
