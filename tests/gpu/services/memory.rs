@@ -69,7 +69,8 @@ pub(crate) async fn large_head(device: &Device) -> String {
     let card = start_target(&mut trio, LARGE, "cuda_vmm", &["--kv-tokens", "4096"]).await;
     assert!(card.shared_bytes >= LARGE_SHARED, "{} bytes are shared", card.shared_bytes);
     let alone = device.free();
-    start_draft(&mut trio, LARGE, "draft", &[], &LARGE_DRAFT).await.unwrap();
+    let lease = start_draft(&mut trio, LARGE, "draft", &[], &LARGE_DRAFT).await.unwrap();
+    assert_eq!(lease.mapped_bytes, card.shared_bytes);
     let (took, own) = (alone - device.free(), own_bytes(&trio, "draft").await);
     let attached = attach_ms(&trio.log("draft"));
     // A copy of either table would be 2,240 MiB more.
