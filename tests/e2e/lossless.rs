@@ -99,7 +99,7 @@ fn every_way(number: usize, golden: &Golden) -> impl Iterator<Item = (Key, Asked
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn goldens_decode_alike_plain_and_drafted_alone_and_among_fifteen_others() {
     let trio = patient().await;
-    let goldens: Vec<Golden> = goldens().into_iter().take(if on_gpu() { 24 } else { 2 }).collect();
+    let goldens: Vec<Golden> = goldens().into_iter().take(if on_gpu() { 24 } else { 3 }).collect();
     let all: Vec<(Key, Asked)> = goldens.iter().enumerate().flat_map(|(n, g)| every_way(n, g)).collect();
     let mut alone = beside(&trio, 1, all.clone()).await;
     let mut among = beside(&trio, 16, all).await;
