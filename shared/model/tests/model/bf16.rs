@@ -12,10 +12,10 @@ use eyrie_region::Gpu;
 const REFERENCE_MEAN: f64 = 0.0322;
 const REFERENCE_RMS: f64 = 0.0557;
 const REFERENCE_DIVERGENCE: f64 = 2.9e-4;
+/// Rows whose top-1 is another.
+const REFERENCE_CHANGED: f64 = 10.0;
 /// For other places of rounding than the reference's.
 const SLACK: f64 = 2.0;
-/// Gap of top-1 and top-2, in mean errors, from which on rounding may not choose another token.
-const SAFE: f64 = 4.0;
 
 /// How far rows of logits are from those they stand for.
 #[derive(Debug, Default)]
@@ -113,5 +113,5 @@ fn bfloat16_is_as_near_to_float32_as_the_references_is() {
     assert!(error.mean() > 0.0, "bfloat16 rounds");
     assert!(error.mean() < SLACK * REFERENCE_MEAN && error.rms() < SLACK * REFERENCE_RMS, "{error:?}");
     assert!(error.mean_divergence() < SLACK * REFERENCE_DIVERGENCE, "{error:?}");
-    assert!(error.closed < SAFE * REFERENCE_MEAN, "{error:?}");
+    assert!(error.changed as f64 <= SLACK * REFERENCE_CHANGED, "{error:?}");
 }

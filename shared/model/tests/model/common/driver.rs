@@ -126,7 +126,7 @@ impl<'a> Pair<'a> {
     /// Emits the choices after `nodes` (root first), keeps their rows and features.
     fn commit(&mut self, nodes: &[usize], y: &[u32], keep: Keep<'_>) {
         self.tokens.extend(nodes.iter().map(|&node| y[node]));
-        self.aux = self.aux.select(&super::backend(1), nodes).unwrap();
+        self.aux = self.aux.select(self.draft.backend(), nodes).unwrap();
         self.target.rollback(&mut self.pool.cache, &mut self.table, keep).unwrap();
         let len = self.table.len();
         self.pool.pages.cut(&mut self.table, len);
