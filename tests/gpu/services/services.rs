@@ -65,11 +65,13 @@ pub(crate) async fn start_draft(
     let model = model.each_ref().map(String::as_str);
     trio.launch(name, through, "draft", &[&model[..], ON_GPU, &["--target", &target], flags].concat());
     let lease = until("the draft's lease, or why there is none", async || {
-        assert!(trio.is_running(name), "the draft ended: {}", reason(&trio.log(name)));
+        if !trio.is_running(name) {
+            return Some(Err(format!("the draft ended: {}", reason(&trio.log(name)))));
+        }
         let lease = lease(trio, name).await?;
-        (lease.attached || lease.because != "starting").then_some(lease)
+        (lease.attached || lease.because != "starting").then_some(Ok(lease))
     })
-    .await;
+    .await?;
     if !lease.attached {
         return Err(lease.because);
     }
