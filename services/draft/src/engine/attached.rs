@@ -10,7 +10,7 @@ use eyrie_wire::v1::draft_out::Body;
 use eyrie_wire::v1::{ItemError, Need, Proposal, Propose};
 use eyrie_wire::{Reason, item_error};
 
-use super::features::{FeatureSource, collect};
+use super::features::{FeatureSource, Request};
 use super::growth::Wanted;
 use super::job::{Job, Origin, Outbox};
 use super::mailbox::StreamId;
@@ -137,21 +137,19 @@ impl Attached {
     fn admit(&mut self, outbox: &mut Outbox) {
         let mut sequences: HashSet<SeqKey> = self.active.iter().map(|job| job.origin.key).collect();
         let mut streams: HashSet<StreamId> = self.active.iter().map(|job| job.origin.stream).collect();
+        let mut begun = Vec::new();
         for work in std::mem::take(&mut self.queue) {
             match work {
                 Work::Propose { origin, propose } => {
                     streams.insert(origin.stream);
-                    if self.active.len() >= self.max_jobs || sequences.contains(&origin.key) {
+                    let full = self.active.len() + begun.len() >= self.max_jobs;
+                    if full || !sequences.insert(origin.key) {
                         sequences.insert(origin.key);
                         self.queue.push_back(Work::Propose { origin, propose });
                         continue;
                     }
-                    match self.begin(&origin, propose) {
-                        Ok(Begun::Job(job)) => {
-                            sequences.insert(origin.key);
-                            self.active.push(job);
-                        }
-                        Ok(Begun::Answer(body)) => outbox.push(&origin, body),
+                    match self.begin(origin.clone(), propose) {
+                        Ok(round) => begun.push(round),
                         Err(error) => outbox.push(&origin, Body::Error(error)),
                     }
                 }
@@ -161,27 +159,46 @@ impl Attached {
                 Work::CloseStream(stream) => self.store.close_stream(stream),
             }
         }
+        self.read(begun, outbox);
     }
 
-    fn begin(&mut self, origin: &Origin, propose: Propose) -> Result<Begun, ItemError> {
+    /// Takes out the sequence of a round and takes in its tokens.
+    fn begin(&mut self, origin: Origin, propose: Propose) -> Result<Begun, ItemError> {
         let wanted = self.limits.check(&propose)?;
         let mut sequence = self.sequence(origin.key, propose.start, propose.base_len);
         sequence.owner = origin.stream;
         sequence.unary = origin.unary;
-        let answer = self.prepare(&mut sequence, &propose, wanted);
-        match answer {
-            Ok(Prepared::Rows(rows)) => {
-                let job = Job::new(origin.clone(), propose.base_len, wanted, sequence, rows);
-                Ok(Begun::Job(job))
-            }
-            Ok(Prepared::Answer(body)) => {
-                self.store.put(origin.key, sequence);
-                Ok(Begun::Answer(body))
-            }
-            Err(error) => {
-                self.store.put(origin.key, sequence);
-                Err(error)
-            }
+        let base_len = propose.base_len;
+        let mut keep = sequence.take_tokens(propose.token_from, &propose.tokens, base_len);
+        if sequence.table.is_empty() {
+            self.store.find(&mut sequence, base_len);
+            keep = sequence.built();
+        }
+        let has_tip = keep == sequence.built() && sequence.tip.is_some();
+        if keep == base_len && wanted != Wanted::Nothing && !has_tip {
+            // Drafting starts from the output of the last slot, which only its feature can give again.
+            keep = base_len - 1;
+        }
+        self.store.cut(&mut sequence, keep);
+        Ok(Begun { origin, propose, wanted, sequence })
+    }
+
+    /// Reads the features of all rounds that began, and makes jobs of those that have something to compute.
+    fn read(&mut self, begun: Vec<Begun>, outbox: &mut Outbox) {
+        let requests: Vec<Request<'_>> = begun.iter().map(Begun::request).collect();
+        let rows = self.features.collect(&requests, self.head.backend());
+        for (mut round, rows) in begun.into_iter().zip(rows) {
+            let answer = match rows.and_then(|rows| self.prepare(&mut round, rows)) {
+                Ok(Prepared::Rows(rows)) => {
+                    let Begun { origin, propose, wanted, sequence } = round;
+                    self.active.push(Job::new(origin, propose.base_len, wanted, sequence, rows));
+                    continue;
+                }
+                Ok(Prepared::Answer(body)) => body,
+                Err(error) => Body::Error(error),
+            };
+            outbox.push(&round.origin, answer);
+            self.store.put(round.origin.key, round.sequence);
         }
     }
 
@@ -198,27 +215,10 @@ impl Attached {
         }
     }
 
-    /// Takes in the tokens and reads the features.
-    fn prepare(
-        &mut self,
-        sequence: &mut Sequence,
-        propose: &Propose,
-        wanted: Wanted,
-    ) -> Result<Prepared, ItemError> {
-        let base_len = propose.base_len;
-        let mut keep = sequence.take_tokens(propose.token_from, &propose.tokens, base_len);
-        if sequence.table.is_empty() {
-            self.store.find(sequence, base_len);
-            keep = sequence.built();
-        }
-        let has_tip = keep == sequence.built() && sequence.tip.is_some();
-        if keep == base_len && wanted != Wanted::Nothing && !has_tip {
-            // Drafting starts from the output of the last slot, which only its feature can give again.
-            keep = base_len - 1;
-        }
-        self.store.cut(sequence, keep);
-        let built = sequence.built();
-        let mut rows = collect(&propose.features, built, base_len, &mut self.features, self.head.backend())?;
+    /// Makes room for the slots of a round whose features are `rows`.
+    fn prepare(&mut self, round: &mut Begun, mut rows: Option<Aux>) -> Result<Prepared, ItemError> {
+        let Begun { propose, wanted, sequence, .. } = round;
+        let (base_len, built) = (propose.base_len, sequence.built());
         let end = built + rows.as_ref().map_or(0, |rows| rows.rows() as u32);
         if end > built && sequence.slot_tokens(built, end).is_none() {
             rows = None;
@@ -227,7 +227,7 @@ impl Attached {
             return Ok(Prepared::Answer(Body::Need(Need { from: built })));
         }
         // A sequence that starts at `base_len` has no slot to draft from.
-        if rows.is_none() && (wanted == Wanted::Nothing || sequence.tip.is_none()) {
+        if rows.is_none() && (*wanted == Wanted::Nothing || sequence.tip.is_none()) {
             let nothing = Proposal { base_len, ..Default::default() };
             return Ok(Prepared::Answer(Body::Proposal(nothing)));
         }
@@ -251,9 +251,19 @@ impl Attached {
     }
 }
 
-enum Begun {
-    Job(Job),
-    Answer(Body),
+/// A round whose features are still to be read. It owns its sequence meanwhile.
+struct Begun {
+    origin: Origin,
+    propose: Propose,
+    wanted: Wanted,
+    sequence: Sequence,
+}
+
+impl Begun {
+    fn request(&self) -> Request<'_> {
+        let Propose { features, base_len, .. } = &self.propose;
+        Request { refs: features, from: self.sequence.built(), end: *base_len }
+    }
 }
 
 enum Prepared {

@@ -1,7 +1,9 @@
 //! Reading captured rows where a `Propose` says they lie.
 
+use std::collections::VecDeque;
+
 use eyrie_kernels::{Activations, Backend};
-use eyrie_model::Aux;
+use eyrie_model::{Aux, ModelError};
 use eyrie_region::{DeviceRingReader, RingError, RingGeometry, RingReader, SlotPart, SlotRef};
 use eyrie_wire::v1::feature_ref::At;
 use eyrie_wire::v1::{FeatureRef, ItemError, RingSlot};
@@ -30,11 +32,54 @@ pub(crate) struct DeviceRing {
     pub(crate) numbers: Activations,
 }
 
+/// Rows that a round wants: those of positions `from..` below `end`, where `refs` (ascending) say they lie.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Request<'a> {
+    pub(super) refs: &'a [FeatureRef],
+    pub(super) from: u32,
+    pub(super) end: u32,
+}
+
 /// A part of the rows that are wanted, and where it is to be had.
+#[derive(Debug, Clone, Copy)]
 struct Piece<'a> {
     part: &'a FeatureRef,
     skip: u32,
     take: u32,
+}
+
+impl<'a> Request<'a> {
+    /// The parts that give the rows without a gap.
+    fn pieces(&self) -> Result<Vec<Piece<'a>>, ItemError> {
+        let mut pieces = Vec::with_capacity(self.refs.len());
+        let mut next = self.from;
+        for part in self.refs {
+            let Some(last) = part.first.checked_add(part.rows) else {
+                return Err(invalid(part, format!("{} rows end past the last position", part.rows)));
+            };
+            if last <= next {
+                continue;
+            }
+            if part.first > next || next >= self.end {
+                break;
+            }
+            let (skip, take) = (next - part.first, last.min(self.end) - next);
+            pieces.push(Piece { part, skip, take });
+            next += take;
+        }
+        Ok(pieces)
+    }
+
+    /// Refuses rows with a value that is no number: slots built from it would be handed on to every sequence that begins
+    /// alike.
+    fn check(&self, rows: &Aux, backend: &Backend) -> Result<(), ItemError> {
+        let Some(row) = backend.first_not_finite(rows.tensor()).map_err(internal)? else { return Ok(()) };
+        let found = rows.slice(row..row + 1).and_then(|row| row.to_vec()).map_err(internal)?;
+        let given = found.into_iter().find(|value| !value.is_finite()).unwrap_or(f32::NAN);
+        let position = self.from + row as u32;
+        let what = format!("features of position {position}: values must be finite, given {given}");
+        Err(item_error(Reason::InvalidArgument, what))
+    }
 }
 
 impl Piece<'_> {
@@ -43,16 +88,33 @@ impl Piece<'_> {
         SlotPart { published, first: self.skip, rows: self.take }
     }
 
-    /// What a read of the ring came to: true where the rows are there, false where they are gone.
-    fn judge(&self, read: Result<(), RingError>) -> Result<bool, ItemError> {
-        match read {
-            Ok(()) => Ok(true),
-            Err(stale @ RingError::Stale { .. }) => {
-                tracing::debug!(position = self.part.first + self.skip, "features are gone: {stale}");
-                Ok(false)
+    /// Its rows where a read found them; `None` where they are gone.
+    fn judge<T>(&self, read: Result<Option<T>, Unread>) -> Result<Option<T>, ItemError> {
+        read.map_err(|unread| match unread {
+            Unread::Refused(what) => invalid(self.part, what),
+            Unread::Failed(what) => internal(what),
+        })
+    }
+
+    /// Its rows in host memory; `None` where they are gone.
+    fn read_on_host(&self, source: &FeatureSource) -> Result<Option<Vec<f32>>, ItemError> {
+        let width = source.row_width();
+        match (&self.part.at, source) {
+            (Some(At::Inline(bytes)), _) => Ok(Some(inline(self, bytes, width)?.collect())),
+            (Some(At::Ring(at)), FeatureSource::Ring(ring)) => {
+                let SlotPart { published, first, rows } = self.slot(*at);
+                let mut values = Vec::new();
+                self.judge(
+                    unless_gone(ring.read_rows(published, first, rows, &mut values))
+                        .map(|here| here.map(|()| values)),
+                )
             }
-            Err(RingError::Region(error)) => Err(internal(error)),
-            Err(other) => Err(invalid(self.part, other.to_string())),
+            (Some(At::Ring(at)), FeatureSource::Inline(geometry)) if at.slot >= geometry.slots => {
+                let what = format!("slot must be below {}, given {}", geometry.slots, at.slot);
+                Err(invalid(self.part, what))
+            }
+            (Some(At::Ring(_)), FeatureSource::Inline(_) | FeatureSource::Device(_)) => Ok(None),
+            (None, _) => Err(invalid(self.part, "neither a ring slot nor inline rows".to_owned())),
         }
     }
 }
@@ -68,93 +130,176 @@ impl FeatureSource {
         geometry.row_width as usize
     }
 
-    /// Rows of consecutive `pieces` as tensors, up to the first that is gone.
-    fn read(&mut self, pieces: &[Piece<'_>], backend: &Backend) -> Result<Vec<Aux>, ItemError> {
-        let width = self.row_width();
-        let (mut parts, mut values, mut queued) = (Vec::new(), Vec::new(), Vec::new());
-        for piece in pieces {
-            let here = match (&piece.part.at, &mut *self) {
-                (Some(At::Inline(bytes)), source) => {
-                    if !source.flush(&mut queued, &mut parts, backend)? {
-                        break;
-                    }
-                    values.extend(inline(piece, bytes, width)?);
-                    true
-                }
-                (Some(At::Ring(at)), Self::Device(_)) => {
-                    push_values(&mut values, &mut parts, width, backend)?;
-                    queued.push((piece, piece.slot(*at)));
-                    true
-                }
-                (Some(At::Ring(at)), Self::Ring(ring)) => {
-                    let SlotPart { published, first, rows } = piece.slot(*at);
-                    let mut copied = Vec::new();
-                    let read = ring.read_rows(published, first, rows, &mut copied);
-                    values.append(&mut copied);
-                    piece.judge(read)?
-                }
-                (Some(At::Ring(at)), Self::Inline(geometry)) if at.slot < geometry.slots => false,
-                (Some(At::Ring(at)), Self::Inline(geometry)) => {
-                    let what = format!("slot must be below {}, given {}", geometry.slots, at.slot);
-                    return Err(invalid(piece.part, what));
-                }
-                (None, _) => {
-                    return Err(invalid(piece.part, "neither a ring slot nor inline rows".to_owned()));
-                }
-            };
-            if !here {
-                break;
+    /// The rows of every request, `None` without any. They stop at the first gap and at the first slot that was overwritten:
+    /// what follows cannot be used without the rows before. A GPU is waited for once for all of them, or for as many as there
+    /// is room for.
+    ///
+    /// # Errors
+    /// For a request by itself: a reference that no target of this geometry could have made, and a value that is no number.
+    pub(super) fn collect(
+        &mut self,
+        requests: &[Request<'_>],
+        backend: &Backend,
+    ) -> Vec<Result<Option<Aux>, ItemError>> {
+        let pieces: Vec<_> = requests.iter().map(Request::pieces).collect();
+        let slots: Vec<SlotPart> = match self {
+            Self::Device(_) => pieces.iter().flatten().flatten().filter_map(slot_of).collect(),
+            Self::Ring(_) | Self::Inline(_) => Vec::new(),
+        };
+        let mut on_device = match self {
+            Self::Device(ring) => ring.read(&slots, backend),
+            Self::Ring(_) | Self::Inline(_) => DeviceParts::default(),
+        };
+        let all_finite = on_device.all_finite;
+        let one = |(request, pieces): (&Request<'_>, Result<Vec<Piece<'_>>, ItemError>)| {
+            let pieces = pieces?;
+            let mut device = on_device.take(pieces.iter().filter_map(slot_of).count());
+            let (parts, on_host) = self.parts(&pieces, &mut device, backend)?;
+            if parts.is_empty() {
+                return Ok(None);
             }
-        }
-        self.flush(&mut queued, &mut parts, backend)?;
-        push_values(&mut values, &mut parts, width, backend)?;
-        Ok(parts)
+            let rows = Aux::concat(backend, &parts.iter().collect::<Vec<_>>()).map_err(internal)?;
+            if on_host || !all_finite {
+                request.check(&rows, backend)?;
+            }
+            Ok(Some(rows))
+        };
+        requests.iter().zip(pieces).map(one).collect()
     }
 
-    /// Copies what is queued of a GPU's ring, a room full at a time; false where some of it is gone.
-    fn flush(
-        &mut self,
-        queued: &mut Vec<(&Piece<'_>, SlotPart)>,
-        parts: &mut Vec<Aux>,
+    /// The rows of `pieces` up to the first that is gone, those of a GPU's ring out of `device`; and whether any came from
+    /// the host.
+    fn parts(
+        &self,
+        pieces: &[Piece<'_>],
+        device: &mut dyn Iterator<Item = DevicePart>,
         backend: &Backend,
-    ) -> Result<bool, ItemError> {
-        let queued = std::mem::take(queued);
-        let Self::Device(DeviceRing { reader, numbers }) = self else { return Ok(true) };
-        let room = DEVICE_ROOM.max(reader.geometry().ring.slot_rows.into());
-        let mut rest = queued.as_slice();
+    ) -> Result<(Vec<Aux>, bool), ItemError> {
+        let width = self.row_width();
+        let (mut parts, mut values, mut on_host) = (Vec::new(), Vec::new(), false);
+        for piece in pieces {
+            if let (Self::Device(_), Some(_)) = (self, slot_of(piece)) {
+                push_values(&mut values, &mut parts, width, backend)?;
+                let Some(read) = device.next() else { break };
+                let Some(rows) = piece.judge(read)? else { break };
+                parts.push(rows);
+            } else {
+                let Some(mut rows) = piece.read_on_host(self)? else { break };
+                values.append(&mut rows);
+                on_host = true;
+            }
+        }
+        push_values(&mut values, &mut parts, width, backend)?;
+        Ok((parts, on_host))
+    }
+}
+
+/// Where in a ring a piece lies, if in one.
+fn slot_of(piece: &Piece<'_>) -> Option<SlotPart> {
+    match &piece.part.at {
+        Some(At::Ring(at)) => Some(piece.slot(*at)),
+        Some(At::Inline(_)) | None => None,
+    }
+}
+
+/// Why a slot was not read, if it is not just gone.
+#[derive(Debug, Clone)]
+enum Unread {
+    /// The reference is none of this ring's.
+    Refused(String),
+    Failed(String),
+}
+
+impl From<RingError> for Unread {
+    fn from(error: RingError) -> Self {
+        match error {
+            RingError::Region(error) => Self::Failed(error.to_string()),
+            other => Self::Refused(other.to_string()),
+        }
+    }
+}
+
+impl From<ModelError> for Unread {
+    fn from(error: ModelError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+fn unless_gone<T>(read: Result<T, RingError>) -> Result<Option<T>, Unread> {
+    match read {
+        Ok(rows) => Ok(Some(rows)),
+        Err(stale @ RingError::Stale { .. }) => {
+            tracing::debug!("features are gone: {stale}");
+            Ok(None)
+        }
+        Err(other) => Err(other.into()),
+    }
+}
+
+/// The rows of one slot of a GPU's ring.
+type DevicePart = Result<Option<Aux>, Unread>;
+
+/// What was read of a GPU's ring, in the order in which it was asked for.
+#[derive(Debug, Default)]
+struct DeviceParts {
+    rows: VecDeque<DevicePart>,
+    /// No value of them is other than a finite number.
+    all_finite: bool,
+}
+
+impl DeviceParts {
+    /// The next `count`.
+    fn take(&mut self, count: usize) -> impl Iterator<Item = DevicePart> + use<> {
+        let rest = self.rows.split_off(count.min(self.rows.len()));
+        std::mem::replace(&mut self.rows, rest).into_iter()
+    }
+}
+
+impl DeviceRing {
+    fn read(&mut self, slots: &[SlotPart], backend: &Backend) -> DeviceParts {
+        let room = DEVICE_ROOM.max(self.reader.geometry().ring.slot_rows.into());
+        let mut read = DeviceParts { rows: VecDeque::with_capacity(slots.len()), all_finite: true };
+        let mut rest = slots;
         while !rest.is_empty() {
             let mut rows = 0;
-            let fits = |(_, part): &&(&Piece<'_>, SlotPart)| {
+            let fits = |part: &&SlotPart| {
                 rows += u64::from(part.rows);
                 rows <= room
             };
-            // A slot fits; a part that claims more is refused by the reader.
-            let count = rest.iter().take_while(fits).count().max(1);
-            let (now, later) = rest.split_at(count);
+            // A slot fits; a reference that claims more is refused by the reader, alone.
+            let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
             rest = later;
-            let wanted: Vec<SlotPart> = now.iter().map(|&(_, part)| part).collect();
-            let read = match reader.read(&wanted) {
-                Ok(read) => read,
-                Err(error) => return now[0].0.judge(Err(error)),
-            };
-            let (mut good, mut all) = (0, true);
-            for ((piece, part), verdict) in now.iter().zip(read) {
-                all = piece.judge(verdict)?;
-                if !all {
-                    break;
+            match self.read_at_once(now, backend) {
+                Ok((parts, finite)) => {
+                    read.rows.extend(parts);
+                    read.all_finite &= finite;
                 }
-                good += part.rows;
-            }
-            if good > 0 {
-                let taken = backend.take_in(reader.rows(good), *numbers).map_err(internal)?;
-                let width = reader.geometry().ring.row_width as usize;
-                parts.push(Aux::new(taken, width).map_err(internal)?);
-            }
-            if !all {
-                return Ok(false);
+                Err(unread) => read.rows.extend(now.iter().map(|_| Err(unread.clone()))),
             }
         }
-        Ok(true)
+        read
+    }
+
+    /// Reads what there is room for; also tells whether all of it is finite, with what lies in place of rows that are gone.
+    fn read_at_once(
+        &mut self,
+        parts: &[SlotPart],
+        backend: &Backend,
+    ) -> Result<(Vec<DevicePart>, bool), Unread> {
+        let verdicts = self.reader.read(parts)?;
+        let rows: u32 = parts.iter().map(|part| part.rows).sum();
+        let width = self.reader.geometry().ring.row_width as usize;
+        let taken = backend.take_in(self.reader.rows(rows), self.numbers).map_err(ModelError::from)?;
+        let finite = backend.first_not_finite(&taken).map_err(ModelError::from)?.is_none();
+        let all = Aux::new(taken, width)?;
+        let mut next = 0;
+        let cut = parts.iter().zip(verdicts).map(|(part, verdict)| {
+            let first = next;
+            next += part.rows as usize;
+            let here = unless_gone(verdict)?;
+            Ok(here.map(|()| all.slice(first..next)).transpose()?)
+        });
+        Ok((cut.collect(), finite))
     }
 }
 
@@ -169,52 +314,6 @@ fn push_values(
         parts.push(Aux::from_rows(backend, std::mem::take(values), width).map_err(internal)?);
     }
     Ok(())
-}
-
-/// The rows of positions `from..` below `end` that `refs` (ascending) give without a gap; `None` without any. It stops
-/// at the first gap and at the first slot that was overwritten: what follows cannot be used without the rows before.
-///
-/// # Errors
-/// A reference that no target of this geometry could have made, and a row with a value that is no number: slots built
-/// from it would be handed on to every sequence that begins alike.
-pub(super) fn collect(
-    refs: &[FeatureRef],
-    from: u32,
-    end: u32,
-    source: &mut FeatureSource,
-    backend: &Backend,
-) -> Result<Option<Aux>, ItemError> {
-    let mut pieces = Vec::with_capacity(refs.len());
-    let mut next = from;
-    for part in refs {
-        let Some(last) = part.first.checked_add(part.rows) else {
-            return Err(invalid(part, format!("{} rows end past the last position", part.rows)));
-        };
-        if last <= next {
-            continue;
-        }
-        if part.first > next || next >= end {
-            break;
-        }
-        let (skip, take) = (next - part.first, last.min(end) - next);
-        pieces.push(Piece { part, skip, take });
-        next += take;
-    }
-    let parts = source.read(&pieces, backend)?;
-    if parts.is_empty() {
-        return Ok(None);
-    }
-    let rows = Aux::concat(backend, &parts.iter().collect::<Vec<_>>()).map_err(internal)?;
-    match backend.first_not_finite(rows.tensor()).map_err(internal)? {
-        None => Ok(Some(rows)),
-        Some(row) => {
-            let position = from + row as u32;
-            let found = rows.slice(row..row + 1).and_then(|row| row.to_vec()).map_err(internal)?;
-            let given = found.into_iter().find(|value| !value.is_finite()).unwrap_or(f32::NAN);
-            let what = format!("features of position {position}: values must be finite, given {given}");
-            Err(item_error(Reason::InvalidArgument, what))
-        }
-    }
 }
 
 fn inline(piece: &Piece<'_>, bytes: &[u8], width: usize) -> Result<impl Iterator<Item = f32>, ItemError> {
@@ -254,7 +353,7 @@ mod tests {
         source: &mut FeatureSource,
     ) -> Result<Vec<f32>, ItemError> {
         let backend = Cpu::new(CpuOptions { threads: 1, isa: Isa::best() }).unwrap().into();
-        let rows = super::collect(refs, from, end, source, &backend)?;
+        let rows = source.collect(&[Request { refs, from, end }], &backend).remove(0)?;
         Ok(rows.map_or_else(Vec::new, |rows| rows.to_vec().unwrap()))
     }
 
