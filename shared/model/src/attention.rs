@@ -10,16 +10,17 @@ use crate::error::Result;
 use crate::loader::Loader;
 
 #[derive(Debug)]
-enum Query {
-    Direct(Linear),
-    LowRank { down: Linear, norm: RmsNorm, up: Linear },
+struct Query {
+    /// To a latent, which is normed: absent where queries are projected directly.
+    down: Option<(Linear, RmsNorm)>,
+    up: Linear,
 }
 
 impl Query {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(match self {
-            Self::Direct(proj) => proj.forward(x)?,
-            Self::LowRank { down, norm, up } => up.forward(&norm.forward(&down.forward(x)?)?)?,
+        Ok(match &self.down {
+            None => self.up.forward(x)?,
+            Some((down, norm)) => self.up.forward(&norm.forward(&down.forward(x)?)?)?,
         })
     }
 }
@@ -43,12 +44,10 @@ impl Attention {
         // The low-rank norms have their own eps: published models were trained with 1e-6 whatever rms_norm_eps says.
         let eps = config.latent_norm_eps;
         let query = match &tensors.query {
-            QueryTensors::Full(proj) => Query::Direct(loader.linear(proj)?),
-            QueryTensors::LowRank { a, norm, b } => Query::LowRank {
-                down: loader.linear(a)?,
-                norm: loader.norm(norm, eps)?,
-                up: loader.linear(b)?,
-            },
+            QueryTensors::Full(proj) => Query { down: None, up: loader.linear(proj)? },
+            QueryTensors::LowRank { a, norm, b } => {
+                Query { down: Some((loader.linear(a)?, loader.norm(norm, eps)?)), up: loader.linear(b)? }
+            }
         };
         let dims = MlaDims {
             heads: config.num_attention_heads,

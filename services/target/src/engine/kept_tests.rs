@@ -145,10 +145,10 @@ fn beginning_left(kept: &mut Kept, pages: &mut PageAllocator) {
     let mut table = pages.lookup(&tokens(12));
     assert_eq!(kept.reach(&table, 12, pages), 8);
     kept.adopt(key(3), &table, true, pages);
-    assert_eq!(read(&kept, key(3), 0, 12, 99), (None, 12, vec![]), "a gap ends what is adopted");
+    assert_eq!(read(kept, key(3), 0, 12, 99), (None, 12, vec![]), "a gap ends what is adopted");
     pages.cut(&mut table, 8);
     kept.adopt(key(3), &table, true, pages);
-    assert_eq!((read(&kept, key(3), 0, 8, 99), kept.unused_bytes()), ((Some(0), 0, rows(0..8)), 0));
+    assert_eq!((read(kept, key(3), 0, 8, 99), kept.unused_bytes()), ((Some(0), 0, rows(0..8)), 0));
     assert_eq!(kept.reach(&table, 13, pages), 8, "no more of its rows could be kept");
 }
 

@@ -1,6 +1,7 @@
 //! The crate's behaviour from outside, in one binary.
 
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(feature = "cuda")]
+#[cfg(test)]
 mod bf16;
 #[cfg(test)]
 mod common;
