@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use candle_core::Tensor;
 use eyrie_checkpoint::{TargetCheckpoint, TargetConfig};
+use eyrie_kernels::KernelError;
 use eyrie_model::{
     CaptureSet, ForwardOut, Keep, LatentCache, ModelError, SeqRows, SeqTable, SharedWeights, TargetModel,
 };
@@ -14,7 +15,7 @@ use eyrie_region::Epoch;
 use eyrie_service::Drain;
 use eyrie_wire::v1::target_server::Target;
 use eyrie_wire::v1::{
-    Hello, Limits, LoadState, Open, Sampling, TargetFrame, TargetItem, TargetReply, target_item::Op,
+    Hello, Limits, LoadState, Open, Sampling, TargetFrame, TargetItem, TargetReply, Verify, target_item::Op,
     target_out::Body,
 };
 use eyrie_wire::{Address, PROTOCOL_VERSION, reason_of};
@@ -37,6 +38,8 @@ enum Fault {
     Panic,
     Error,
     NotANumber,
+    /// Of more rows than this at once, whatever they hold.
+    TooMany(usize),
 }
 
 /// A model that fails on marked rows.
@@ -63,10 +66,17 @@ impl TargetModel for Faulty {
         self.model.new_cache(tokens, page_rows)
     }
     fn forward(&mut self, batch: &[SeqRows<'_>], cache: &mut LatentCache) -> Result<ForwardOut, ModelError> {
+        let rows: usize = batch.iter().map(|rows| rows.tokens.len()).sum();
+        if let Fault::TooMany(most) = self.fault
+            && rows > most
+        {
+            let memory = KernelError::GpuMemory { what: "linear", wanted: rows, free: most, total: most };
+            return Err(memory.into());
+        }
         let marked = batch.iter().position(|rows| rows.tokens.contains(&MARK));
         let mut out = self.model.forward(batch, cache)?;
         match (marked, self.fault) {
-            (None, _) => Ok(out),
+            (None, _) | (_, Fault::TooMany(_)) => Ok(out),
             (Some(_), Fault::Panic) => panic!("a kernel panicked"),
             (Some(_), Fault::Error) => Err(ModelError::Rollback("broken on purpose".to_owned())),
             (Some(at), Fault::NotANumber) => {
@@ -190,6 +200,48 @@ async fn a_row_that_is_not_a_number_is_its_own_sequence_s_error() {
         }
         other => panic!("{other:?}"),
     }
+    service.stop_engine();
+    thread.join().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn rows_that_are_too_many_for_the_memory_are_computed_apart() {
+    let (service, thread) = start(Fault::TooMany(3));
+    let opened = |reply: TargetReply| -> Vec<(u64, Result<Vec<u32>, String>)> {
+        let mut outs: Vec<_> = reply
+            .outs
+            .into_iter()
+            .map(|out| match out.body {
+                Some(Body::Committed(committed)) => (out.seq, Ok(committed.tokens)),
+                Some(Body::Error(error)) => (out.seq, Err(error.message)),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        outs.sort_by_key(|(seq, _)| *seq);
+        outs
+    };
+    let items = || vec![item(1, vec![5, 6]), item(2, vec![7, 8]), item(3, vec![1, 2, 3, 4])];
+    let apart = opened(round(&service, items()).await.unwrap());
+    assert!(apart[2].1.as_ref().is_err_and(|why| why.contains("GPU memory")), "{apart:?}");
+
+    let (roomy, _) = start(Fault::TooMany(usize::MAX));
+    let together = opened(round(&roomy, items()).await.unwrap());
+    assert_eq!(apart[..2], together[..2]);
+
+    // A round that is too wide goes on without its drafts.
+    let verify = |seq, tokens: Vec<u32>| TargetItem {
+        seq,
+        op: Some(Op::Verify(Verify {
+            round: 1,
+            base_len: 2,
+            root: apart[0].1.clone().unwrap()[0],
+            tokens,
+            ..Default::default()
+        })),
+    };
+    let plain = opened(round(&roomy, vec![verify(1, vec![9; 5])]).await.unwrap());
+    let narrow = opened(round(&service, vec![verify(1, vec![9; 5])]).await.unwrap());
+    assert_eq!(narrow[0].1.as_ref().unwrap()[..1], plain[0].1.as_ref().unwrap()[..1]);
     service.stop_engine();
     thread.join().unwrap().unwrap();
 }

@@ -1,12 +1,10 @@
 //! Identity of what is served, which a sequence that is opened again elsewhere must find there to go on with the same
-//! tokens. Hashing all bytes of
-//! a large checkpoint would take longer than loading it, so most weights are sampled.
+//! tokens. Hashing all bytes of a large checkpoint would take longer than loading it, so most weights are sampled.
 
 use std::path::Path;
 
 use blake3::Hasher;
 use eyrie_checkpoint::{TargetCheckpoint, TensorIndex};
-use eyrie_kernels::{Activations, Processor};
 
 /// Blocks sampled of a weights file, evenly spread, and their size in bytes.
 const BLOCKS: usize = 16;
@@ -26,9 +24,8 @@ pub(crate) struct Parts<'a> {
     pub(crate) capture: &'a [u32],
     /// Fingerprint of embedding and head.
     pub(crate) shared: [u8; 32],
-    /// Where it is computed and in what numbers: other numbers may draw other tokens from the same weights.
-    pub(crate) processor: Processor,
-    pub(crate) activations: Activations,
+    /// What may make other numbers, and so draw other tokens, of the same weights, as `Backend::arithmetic` tells.
+    pub(crate) arithmetic: &'a str,
 }
 
 /// The fingerprint of `checkpoint` served with `parts`, in hex.
@@ -39,8 +36,7 @@ pub(crate) fn fingerprint(checkpoint: &TargetCheckpoint, parts: Parts<'_>) -> St
         hasher.update(&id.to_le_bytes());
     }
     hasher.update(&parts.shared);
-    let kind: &[u8] = if parts.processor == Processor::Cpu { b"cpu " } else { b"cuda " };
-    hasher.update(kind).update(parts.activations.name().as_bytes());
+    hasher.update(parts.arithmetic.as_bytes());
     add_weights(&mut hasher, checkpoint.index());
     hasher.finalize().to_hex().to_string()
 }
@@ -99,23 +95,17 @@ mod tests {
         let checkpoint = TargetCheckpoint::open(dir).unwrap();
         let shared = SharedWeights::build(&checkpoint, Backing::Local, Epoch::random().unwrap()).unwrap();
         let shared = shared.fingerprint();
-        let (processor, activations) = (Processor::Cpu, Activations::F32);
-        fingerprint(&checkpoint, Parts { config, capture, shared, processor, activations })
+        fingerprint(&checkpoint, Parts { config, capture, shared, arithmetic: "cpu f32" })
     }
 
     #[test]
-    fn other_numbers_are_another_identity_and_another_gpu_is_not() {
+    fn other_numbers_are_another_identity() {
         let checkpoint = TargetCheckpoint::open(&demo()).unwrap();
-        let of = |processor, activations| {
-            fingerprint(
-                &checkpoint,
-                Parts { config: "c", capture: &[2], shared: [0; 32], processor, activations },
-            )
+        let of = |arithmetic| {
+            fingerprint(&checkpoint, Parts { config: "c", capture: &[2], shared: [0; 32], arithmetic })
         };
-        let gpu = of(Processor::Cuda(0), Activations::F32);
-        assert_ne!(of(Processor::Cpu, Activations::F32), gpu);
-        assert_ne!(of(Processor::Cuda(0), Activations::Bf16), gpu);
-        assert_eq!(of(Processor::Cuda(3), Activations::F32), gpu);
+        assert_ne!(of("cpu f32"), of("cuda 9.0 f32"));
+        assert_ne!(of("cuda 9.0 bf16"), of("cuda 9.0 f32"));
     }
 
     #[test]

@@ -72,6 +72,16 @@ impl Backend {
         }
     }
 
+    /// What may make other numbers of the same weights: the kind of processor and its activations.
+    pub fn arithmetic(&self) -> String {
+        let numbers = self.numbers().name();
+        match self {
+            Self::Cpu(_) => format!("cpu {numbers}"),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(cuda) => format!("cuda {} {numbers}", cuda.capability()),
+        }
+    }
+
     /// Numbers of this backend's activations.
     pub fn numbers(&self) -> Activations {
         match self {

@@ -24,7 +24,7 @@ mod usage;
 
 pub use cuda::{
     CudaError, DeviceBlock, DeviceBuffer, DeviceRows, Gpu, GpuUuid, ImportedIpc, ImportedVmm, InvalidUuid,
-    Ipc, IpcBuilder, IpcHandle, Stream, Vmm, VmmBuilder,
+    Ipc, IpcBuilder, IpcHandle, Stream, StreamId, Vmm, VmmBuilder,
 };
 pub use door::{DoorError, FdDoor, SocketFile, Token};
 pub use epoch::Epoch;

@@ -19,7 +19,6 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
 use super::copy::{CopyError, CopyStore};
-use super::warm::warm_up;
 use crate::SharedSource;
 use crate::engine::{Attachment, DEVICE_ROOM, DeviceRing, FeatureSource};
 use crate::inline::RowReader;
@@ -163,13 +162,12 @@ impl Importing {
         aux: &AuxIds,
         obtained: Obtained,
     ) -> Result<Imported, ImportError> {
-        let Obtained { shared, memory, features, rows } = obtained;
+        // What is named last goes first where this fails: the weights before the ring, by whose mapping the successor of the
+        // target tells that they are let go.
+        let Obtained { rows, features, memory, shared } = obtained;
         let capture = CaptureSet::new(&aux.canonical, grant.layers as usize)?;
-        let mut head = Eagle3Head::over(Arc::clone(&self.head), &capture, &shared)?;
-        let mut cache = head.new_cache(self.cache_tokens, PAGE_ROWS)?;
-        if head.backend().is_gpu() {
-            warm_up(&mut head, &mut cache)?;
-        }
+        let head = Eagle3Head::over(Arc::clone(&self.head), &capture, &shared)?;
+        let cache = head.new_cache(self.cache_tokens, PAGE_ROWS)?;
         let attachment = Attachment {
             place,
             epoch: grant.epoch,
@@ -197,7 +195,7 @@ fn mapped_rows(backend: &Backend, ring: ImportedRing, granted: &Grant) -> Result
         _ => Activations::F32,
     };
     let reader = DeviceRingReader::open(fd, payload, geometry, granted.epoch, DEVICE_ROOM, stream)?;
-    Ok(FeatureSource::Device(DeviceRing { reader, numbers }))
+    Ok(FeatureSource::Device(Box::new(DeviceRing { reader, numbers })))
 }
 
 fn copied(shared: SharedWeights, channel: Channel, granted: &Grant) -> Result<Obtained, ImportError> {

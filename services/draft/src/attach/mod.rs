@@ -3,7 +3,6 @@
 mod checks;
 mod copy;
 mod import;
-mod warm;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +13,7 @@ use eyrie_service::{Drain, Health};
 use eyrie_wire::v1::target_client::TargetClient;
 use eyrie_wire::v1::{DescribeRequest, LeaseFrame, LeaseGrant};
 use eyrie_wire::{Address, MAX_MESSAGE, PROTOCOL_VERSION, connect};
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
@@ -26,7 +25,7 @@ pub(crate) use self::copy::CopyStore;
 use self::import::ImportError;
 pub(crate) use self::import::Importing;
 use crate::SharedSource;
-use crate::engine::{Attachment, Command, EngineHandle};
+use crate::engine::{Attachment, Command, EngineError, EngineHandle};
 use crate::state::{Lease, LeaseState};
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
@@ -57,6 +56,8 @@ enum NoLease {
     LostEarly,
     #[error("its epoch {epoch:016x} is attached already, by {by}")]
     Twice { epoch: u64, by: Address },
+    #[error("the head does not compute: {0}")]
+    Engine(#[from] EngineError),
     #[error("the engine has ended")]
     EngineGone,
     #[error("the lease was lost: {0}")]
@@ -70,7 +71,7 @@ impl NoLease {
     fn pause(&self) -> Option<Duration> {
         match self {
             Self::Import(ImportError::Copy(CopyError::Model(ModelError::Grant(_)))) => Some(SPOILT_RETRY),
-            Self::Mismatch(_) | Self::Import(_) | Self::Twice { .. } => Some(REFUSED_RETRY),
+            Self::Mismatch(_) | Self::Import(_) | Self::Engine(_) | Self::Twice { .. } => Some(REFUSED_RETRY),
             _ => None,
         }
     }
@@ -207,9 +208,11 @@ impl Attacher {
         if let Some(twice) = self.held_twice(lease.epoch) {
             return Err(twice);
         }
-        if !engine.send(Command::Attach(attachment)).await {
+        let (done, told) = oneshot::channel();
+        if !engine.send(Command::Attach(attachment, done)).await {
             return Err(NoLease::EngineGone);
         }
+        told.await.map_err(|_| NoLease::EngineGone)??;
         tracing::info!(
             peer = %self.target,
             epoch = %format_args!("{:016x}", lease.epoch),

@@ -19,7 +19,7 @@ use super::request::Limits;
 use super::sequence::{SeqKey, Sequence};
 use super::step::Step;
 use super::store::Store;
-use super::{Attachment, EngineSizes};
+use super::{Attachment, EngineError, EngineSizes};
 
 /// Work in the order of its arrival.
 #[derive(Debug)]
@@ -115,21 +115,27 @@ impl Attached {
     }
 
     /// Admits what waits and runs one step over it.
-    pub(super) fn work(&mut self, outbox: &mut Outbox) {
+    ///
+    /// # Errors
+    /// What leaves nothing that could compute. All that waited is answered.
+    pub(super) fn work(&mut self, outbox: &mut Outbox) -> Result<(), EngineError> {
         self.admit(outbox);
         // Told before the answers go out: who has one sees its sequence counted.
         self.count();
-        self.step(outbox);
+        let done = self.step(outbox);
         self.count();
+        done
     }
 
-    fn step(&mut self, outbox: &mut Outbox) {
+    fn step(&mut self, outbox: &mut Outbox) -> Result<(), EngineError> {
         let jobs = std::mem::take(&mut self.active);
         if jobs.is_empty() {
-            return;
+            return Ok(());
         }
         let Self { head, cache, store, pace, failures, .. } = self;
-        self.active = Step { head, cache, store, pace, failures, outbox }.run(jobs);
+        let mut step = Step { head, cache, store, pace, failures, outbox, ended: None };
+        self.active = step.run(jobs);
+        step.ended.map_or(Ok(()), Err)
     }
 
     /// Moves work from the queue into the step. A sequence has one round in a step, and what closes it or its

@@ -1,8 +1,10 @@
 //! Reading captured rows where a `Propose` says they lie.
 
 use std::collections::VecDeque;
+use std::fmt;
 
-use eyrie_kernels::{Activations, Backend};
+use candle_core::Tensor;
+use eyrie_kernels::{Activations, Backend, KernelError};
 use eyrie_model::{Aux, ModelError};
 use eyrie_region::{DeviceRingReader, RingError, RingGeometry, RingReader, SlotPart, SlotRef};
 use eyrie_wire::v1::feature_ref::At;
@@ -18,18 +20,50 @@ pub(crate) enum FeatureSource {
     /// In the target's mapped ring.
     Ring(RingReader),
     /// In the target's mapped ring on the GPU that the head computes on.
-    Device(DeviceRing),
+    Device(Box<dyn DeviceSource>),
     /// In the frame: the ring of this geometry cannot be mapped, and references into it that are left stand for rows that
     /// could not be had.
     Inline(RingGeometry),
 }
 
 /// A ring whose rows never visit the host.
+pub(crate) trait DeviceSource: fmt::Debug + Send {
+    fn geometry(&self) -> RingGeometry;
+
+    /// Rows that can be read at a time.
+    fn room(&self) -> u64;
+
+    /// Reads `parts`, as [`DeviceRingReader::read`].
+    fn read(&mut self, parts: &[SlotPart]) -> Result<Vec<Result<(), RingError>>, RingError>;
+
+    /// The first `rows` rows of the last read; where a part was not there they are whatever was.
+    fn take_in(&self, rows: u32, backend: &Backend) -> Result<Tensor, KernelError>;
+}
+
+/// The target's ring on the GPU.
 #[derive(Debug)]
 pub(crate) struct DeviceRing {
     pub(crate) reader: DeviceRingReader,
     /// What its rows consist of.
     pub(crate) numbers: Activations,
+}
+
+impl DeviceSource for DeviceRing {
+    fn geometry(&self) -> RingGeometry {
+        self.reader.geometry().ring
+    }
+
+    fn room(&self) -> u64 {
+        DEVICE_ROOM.max(self.geometry().slot_rows.into())
+    }
+
+    fn read(&mut self, parts: &[SlotPart]) -> Result<Vec<Result<(), RingError>>, RingError> {
+        self.reader.read(parts)
+    }
+
+    fn take_in(&self, rows: u32, backend: &Backend) -> Result<Tensor, KernelError> {
+        backend.take_in(self.reader.rows(rows), self.numbers)
+    }
 }
 
 /// Rows that a round wants: those of positions `from..` below `end`, where `refs` (ascending) say they lie.
@@ -124,7 +158,7 @@ impl FeatureSource {
     pub(super) fn row_width(&self) -> usize {
         let geometry = match self {
             Self::Ring(ring) => ring.geometry(),
-            Self::Device(ring) => ring.reader.geometry().ring,
+            Self::Device(ring) => ring.geometry(),
             Self::Inline(geometry) => *geometry,
         };
         geometry.row_width as usize
@@ -147,7 +181,7 @@ impl FeatureSource {
             Self::Ring(_) | Self::Inline(_) => Vec::new(),
         };
         let mut on_device = match self {
-            Self::Device(ring) => ring.read(&slots, backend),
+            Self::Device(ring) => DeviceParts::read(ring.as_mut(), &slots, backend),
             Self::Ring(_) | Self::Inline(_) => DeviceParts::default(),
         };
         let all_finite = on_device.all_finite;
@@ -248,28 +282,20 @@ struct DeviceParts {
 }
 
 impl DeviceParts {
-    /// The next `count`.
-    fn take(&mut self, count: usize) -> impl Iterator<Item = DevicePart> + use<> {
-        let rest = self.rows.split_off(count.min(self.rows.len()));
-        std::mem::replace(&mut self.rows, rest).into_iter()
-    }
-}
-
-impl DeviceRing {
-    fn read(&mut self, slots: &[SlotPart], backend: &Backend) -> DeviceParts {
-        let room = DEVICE_ROOM.max(self.reader.geometry().ring.slot_rows.into());
-        let mut read = DeviceParts { rows: VecDeque::with_capacity(slots.len()), all_finite: true };
+    /// Reads `slots`, as many at once as there is room for.
+    fn read(ring: &mut dyn DeviceSource, slots: &[SlotPart], backend: &Backend) -> Self {
+        let mut read = Self { rows: VecDeque::with_capacity(slots.len()), all_finite: true };
         let mut rest = slots;
         while !rest.is_empty() {
             let mut rows = 0;
             let fits = |part: &&SlotPart| {
                 rows += u64::from(part.rows);
-                rows <= room
+                rows <= ring.room()
             };
             // A slot fits; a reference that claims more is refused by the reader, alone.
             let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
             rest = later;
-            match self.read_at_once(now, backend) {
+            match at_once(ring, now, backend) {
                 Ok((parts, finite)) => {
                     read.rows.extend(parts);
                     read.all_finite &= finite;
@@ -280,27 +306,32 @@ impl DeviceRing {
         read
     }
 
-    /// Reads what there is room for; also tells whether all of it is finite, with what lies in place of rows that are gone.
-    fn read_at_once(
-        &mut self,
-        parts: &[SlotPart],
-        backend: &Backend,
-    ) -> Result<(Vec<DevicePart>, bool), Unread> {
-        let verdicts = self.reader.read(parts)?;
-        let rows: u32 = parts.iter().map(|part| part.rows).sum();
-        let width = self.reader.geometry().ring.row_width as usize;
-        let taken = backend.take_in(self.reader.rows(rows), self.numbers).map_err(ModelError::from)?;
-        let finite = backend.first_not_finite(&taken).map_err(ModelError::from)?.is_none();
-        let all = Aux::new(taken, width)?;
-        let mut next = 0;
-        let cut = parts.iter().zip(verdicts).map(|(part, verdict)| {
-            let first = next;
-            next += part.rows as usize;
-            let here = unless_gone(verdict)?;
-            Ok(here.map(|()| all.slice(first..next)).transpose()?)
-        });
-        Ok((cut.collect(), finite))
+    /// The next `count`.
+    fn take(&mut self, count: usize) -> impl Iterator<Item = DevicePart> + use<> {
+        let rest = self.rows.split_off(count.min(self.rows.len()));
+        std::mem::replace(&mut self.rows, rest).into_iter()
     }
+}
+
+/// Reads what there is room for; also tells whether all of it is finite, with what lies in place of rows that are gone.
+fn at_once(
+    ring: &mut dyn DeviceSource,
+    parts: &[SlotPart],
+    backend: &Backend,
+) -> Result<(Vec<DevicePart>, bool), Unread> {
+    let verdicts = ring.read(parts)?;
+    let rows: u32 = parts.iter().map(|part| part.rows).sum();
+    let taken = ring.take_in(rows, backend).map_err(ModelError::from)?;
+    let finite = backend.first_not_finite(&taken).map_err(ModelError::from)?.is_none();
+    let all = Aux::new(taken, ring.geometry().row_width as usize)?;
+    let mut next = 0;
+    let cut = parts.iter().zip(verdicts).map(|(part, verdict)| {
+        let first = next;
+        next += part.rows as usize;
+        let here = unless_gone(verdict)?;
+        Ok(here.map(|()| all.slice(first..next)).transpose()?)
+    });
+    Ok((cut.collect(), finite))
 }
 
 /// Makes a tensor of rows in host memory, if there are any.
@@ -357,6 +388,50 @@ mod tests {
         Ok(rows.map_or_else(Vec::new, |rows| rows.to_vec().unwrap()))
     }
 
+    /// A host's ring in the place of a GPU's: what was not read is no number.
+    #[derive(Debug)]
+    struct Fake {
+        ring: RingReader,
+        staged: Vec<f32>,
+    }
+
+    impl DeviceSource for Fake {
+        fn geometry(&self) -> RingGeometry {
+            self.ring.geometry()
+        }
+
+        fn room(&self) -> u64 {
+            4
+        }
+
+        fn read(&mut self, parts: &[SlotPart]) -> Result<Vec<Result<(), RingError>>, RingError> {
+            let given = parts.iter().map(|part| u64::from(part.rows)).sum();
+            if given > self.room() {
+                return Err(RingError::Room { limit: self.room(), given });
+            }
+            self.staged.clear();
+            let one = |part: &SlotPart| {
+                let mut values = Vec::new();
+                let read = self.ring.read_rows(part.published, part.first, part.rows, &mut values);
+                values.resize((part.rows * WIDTH) as usize, f32::NAN);
+                self.staged.append(&mut values);
+                read
+            };
+            Ok(parts.iter().map(one).collect())
+        }
+
+        fn take_in(&self, rows: u32, backend: &Backend) -> Result<Tensor, KernelError> {
+            backend.activations(self.staged[..(rows * WIDTH) as usize].to_vec(), WIDTH as usize)
+        }
+    }
+
+    /// The same ring as a host's and as a GPU's.
+    fn rings() -> [(RingWriter, FeatureSource); 2] {
+        let (host, other) = (ring(), ring());
+        let FeatureSource::Ring(reader) = other.1 else { panic!("a host's ring") };
+        [host, (other.0, FeatureSource::Device(Box::new(Fake { ring: reader, staged: Vec::new() })))]
+    }
+
     fn ring() -> (RingWriter, FeatureSource) {
         let geometry = RingGeometry { slots: 2, slot_rows: 3, row_width: WIDTH };
         let epoch = Epoch::random().unwrap();
@@ -380,22 +455,24 @@ mod tests {
 
     #[test]
     fn overlap_is_skipped_and_reading_ends_at_base_len() {
-        let (mut writer, mut reader) = ring();
-        let refs = [publish(&mut writer, 0, 3), publish(&mut writer, 2, 3)];
-        assert_eq!(positions(&collect(&refs, 1, 9, &mut reader).unwrap()), [1, 2, 3, 4]);
-        assert_eq!(positions(&collect(&refs, 1, 4, &mut reader).unwrap()), [1, 2, 3]);
-        assert!(collect(&refs, 5, 9, &mut reader).unwrap().is_empty());
+        for (mut writer, mut reader) in rings() {
+            let refs = [publish(&mut writer, 0, 3), publish(&mut writer, 2, 3)];
+            assert_eq!(positions(&collect(&refs, 1, 9, &mut reader).unwrap()), [1, 2, 3, 4]);
+            assert_eq!(positions(&collect(&refs, 1, 4, &mut reader).unwrap()), [1, 2, 3]);
+            assert!(collect(&refs, 5, 9, &mut reader).unwrap().is_empty());
+        }
     }
 
     #[test]
     fn a_gap_or_an_overwritten_slot_ends_the_run() {
-        let (mut writer, mut reader) = ring();
-        let refs = [publish(&mut writer, 0, 2), publish(&mut writer, 3, 1)];
-        assert_eq!(positions(&collect(&refs, 0, 9, &mut reader).unwrap()), [0, 1]);
-        let third = publish(&mut writer, 4, 1);
-        let refs = [refs[0].clone(), refs[1].clone(), third];
-        assert!(collect(&refs, 0, 9, &mut reader).unwrap().is_empty(), "slot 0 was overwritten");
-        assert_eq!(positions(&collect(&refs, 3, 9, &mut reader).unwrap()), [3, 4]);
+        for (mut writer, mut reader) in rings() {
+            let refs = [publish(&mut writer, 0, 2), publish(&mut writer, 3, 1)];
+            assert_eq!(positions(&collect(&refs, 0, 9, &mut reader).unwrap()), [0, 1]);
+            let third = publish(&mut writer, 4, 1);
+            let refs = [refs[0].clone(), refs[1].clone(), third];
+            assert!(collect(&refs, 0, 9, &mut reader).unwrap().is_empty(), "slot 0 was overwritten");
+            assert_eq!(positions(&collect(&refs, 3, 9, &mut reader).unwrap()), [3, 4]);
+        }
     }
 
     #[test]
@@ -410,14 +487,15 @@ mod tests {
 
     #[test]
     fn rows_that_are_no_numbers_are_refused_where_they_are_used() {
-        let (mut writer, mut reader) = ring();
-        let slot = writer.publish(&[1.0, 1.0, 2.0, f32::NEG_INFINITY, 3.0, 3.0]).unwrap();
-        let at = Some(At::Ring(RingSlot { slot: slot.slot, generation: slot.generation }));
-        let parts = [FeatureRef { first: 7, rows: 3, at }];
-        let error = collect(&parts, 7, 10, &mut reader).unwrap_err();
-        assert_eq!(error.reason, "INVALID_ARGUMENT");
-        assert_eq!(error.message, "features of position 8: values must be finite, given -inf");
-        assert_eq!(positions(&collect(&parts, 9, 10, &mut reader).unwrap()), [3]);
+        for (mut writer, mut reader) in rings() {
+            let slot = writer.publish(&[1.0, 1.0, 2.0, f32::NEG_INFINITY, 3.0, 3.0]).unwrap();
+            let at = Some(At::Ring(RingSlot { slot: slot.slot, generation: slot.generation }));
+            let parts = [FeatureRef { first: 7, rows: 3, at }];
+            let error = collect(&parts, 7, 10, &mut reader).unwrap_err();
+            assert_eq!(error.reason, "INVALID_ARGUMENT");
+            assert_eq!(error.message, "features of position 8: values must be finite, given -inf");
+            assert_eq!(positions(&collect(&parts, 9, 10, &mut reader).unwrap()), [3]);
+        }
     }
 
     #[test]
@@ -436,18 +514,44 @@ mod tests {
 
     #[test]
     fn references_no_ring_could_have_made_are_refused() {
-        let (mut writer, mut reader) = ring();
-        let good = publish(&mut writer, 0, 1);
-        let slot = |slot| Some(At::Ring(RingSlot { slot, generation: 2 }));
-        for bad in [
-            FeatureRef { at: slot(2), ..good.clone() },
-            FeatureRef { rows: 4, ..good.clone() },
-            FeatureRef { rows: u32::MAX, first: 1, ..good.clone() },
-            FeatureRef { at: None, ..good.clone() },
-        ] {
-            let at = bad.first;
-            let error = collect(&[bad], at, at + 9, &mut reader).unwrap_err();
-            assert_eq!(error.reason, "INVALID_ARGUMENT", "{error:?}");
+        for (mut writer, mut reader) in rings() {
+            let good = publish(&mut writer, 0, 1);
+            let slot = |slot| Some(At::Ring(RingSlot { slot, generation: 2 }));
+            for bad in [
+                FeatureRef { at: slot(2), ..good.clone() },
+                FeatureRef { rows: 4, ..good.clone() },
+                FeatureRef { rows: u32::MAX, first: 1, ..good.clone() },
+                FeatureRef { at: None, ..good.clone() },
+            ] {
+                let at = bad.first;
+                let error = collect(&[bad], at, at + 9, &mut reader).unwrap_err();
+                assert_eq!(error.reason, "INVALID_ARGUMENT", "{error:?}");
+            }
+        }
+    }
+
+    /// A step's rounds share reads: what one of them meets is its own.
+    #[test]
+    fn requests_read_together_are_told_apart() {
+        let backend = Cpu::new(CpuOptions { threads: 1, isa: Isa::best() }).unwrap().into();
+        for (mut writer, mut source) in rings() {
+            let gone = publish(&mut writer, 0, 2);
+            let kept = publish(&mut writer, 4, 3);
+            let last = publish(&mut writer, 7, 2);
+            let refused = FeatureRef { rows: 4, ..kept.clone() };
+            let of = |refs, from, end| Request { refs, from, end };
+            let (all, gone, wrong) = ([kept.clone(), last], [gone, kept.clone()], [refused]);
+            let requests =
+                [of(&gone, 0, 9), of(&all, 4, 9), of(&wrong, 4, 9), of(&[], 3, 9), of(&all[..1], 5, 6)];
+            let read: Vec<_> = source
+                .collect(&requests, &backend)
+                .into_iter()
+                .map(|rows| rows.map(|rows| rows.map(|rows| positions(&rows.to_vec().unwrap()))))
+                .collect();
+            assert_eq!(read[0], Ok(None), "slot 0 was overwritten");
+            assert_eq!(read[1], Ok(Some(vec![4, 5, 6, 7, 8])));
+            assert!(read[2].as_ref().is_err_and(|error| error.reason == "INVALID_ARGUMENT"), "{:?}", read[2]);
+            assert_eq!((&read[3], &read[4]), (&Ok(None), &Ok(Some(vec![5]))));
         }
     }
 }

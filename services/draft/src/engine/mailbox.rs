@@ -4,7 +4,7 @@ use eyrie_wire::v1::{DraftItem, DraftOut, DraftReply};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use super::Attachment;
+use super::{Attachment, EngineError};
 use crate::inline::HeldRoom;
 
 /// Number of a Rounds stream or of a unary call.
@@ -16,8 +16,8 @@ pub(super) const MAILBOX: usize = 64;
 /// One message to the engine.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// Use this head and ring for the target they belong to from now on.
-    Attach(Box<Attachment>),
+    /// Use this head and ring for the target they belong to from now on; answered when the head has computed once.
+    Attach(Box<Attachment>, oneshot::Sender<Result<(), EngineError>>),
     /// Let go of everything mapped from the target in this place, then answer.
     Detach(usize, oneshot::Sender<()>),
     /// Items of one frame.

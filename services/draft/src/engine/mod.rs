@@ -10,6 +10,7 @@ mod request;
 mod sequence;
 mod step;
 mod store;
+mod warm;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,6 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
+use eyrie_kernels::KernelError;
 use eyrie_model::{DraftCache, Eagle3Head, ModelError};
 use eyrie_speculation::{GrowError, ProposalError};
 use eyrie_wire::v1::{draft_item::Op, draft_out::Body};
@@ -66,13 +68,34 @@ pub(crate) enum EngineError {
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error(transparent)]
-    Kernel(#[from] eyrie_kernels::KernelError),
+    Kernel(#[from] KernelError),
     #[error(transparent)]
     Grow(#[from] GrowError),
     #[error(transparent)]
     Proposal(#[from] ProposalError),
     #[error("broken invariant: {0}")]
     Invariant(&'static str),
+}
+
+impl EngineError {
+    /// Whether nothing will be computed in this process any more: a GPU's context does not outlive a failed kernel.
+    pub(super) fn is_final(&self) -> bool {
+        matches!(
+            self,
+            Self::Kernel(KernelError::Cuda { .. })
+                | Self::Model(ModelError::Kernel(KernelError::Cuda { .. }))
+        )
+    }
+}
+
+impl Attachment {
+    /// Has a GPU load its kernels and take its memory before the first round waits for that.
+    fn warm_up(&mut self) -> Result<(), EngineError> {
+        if self.head.backend().is_gpu() {
+            warm::warm_up(&mut self.head, &mut self.cache)?;
+        }
+        Ok(())
+    }
 }
 
 /// The way to the engine's thread.
@@ -125,8 +148,12 @@ impl Engine {
             // Refusals.
             self.outbox.flush();
             for attached in self.attached.values_mut() {
-                attached.work(&mut self.outbox);
+                let worked = attached.work(&mut self.outbox);
                 self.outbox.flush();
+                if let Err(why) = worked {
+                    tracing::error!("the engine ends: {why}");
+                    return;
+                }
             }
         }
     }
@@ -150,10 +177,17 @@ impl Engine {
 
     fn handle(&mut self, command: Command) -> bool {
         match command {
-            Command::Attach(attachment) => {
+            Command::Attach(mut attachment, done) => {
                 let place = attachment.place;
                 self.detach(place);
-                self.attached.insert(place, Attached::new(*attachment, self.sizes));
+                let warm = attachment.warm_up();
+                let goes_on = !warm.as_ref().is_err_and(EngineError::is_final);
+                if warm.is_ok() {
+                    self.attached.insert(place, Attached::new(*attachment, self.sizes));
+                }
+                // The one who asked may be gone: its lease then ends with a Detach.
+                let _ = done.send(warm);
+                return goes_on;
             }
             Command::Detach(place, done) => {
                 self.detach(place);
@@ -204,5 +238,21 @@ impl Engine {
             let what = "the draft lost its lease on the target";
             self.outbox.push(&origin, Body::Error(item_error(Reason::Unreachable, what)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_outlives_what_a_gpu_outlives() {
+        let code = "CUDA_ERROR_ILLEGAL_ADDRESS".to_owned();
+        let broken = || KernelError::Cuda { what: "linear", code: code.clone() };
+        assert!(EngineError::from(broken()).is_final());
+        assert!(EngineError::from(ModelError::from(broken())).is_final());
+        let full = KernelError::GpuMemory { what: "linear", wanted: 9, free: 5, total: 7 };
+        assert!(!EngineError::from(ModelError::from(full)).is_final());
+        assert!(!EngineError::Invariant("x").is_final());
     }
 }

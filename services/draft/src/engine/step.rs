@@ -23,6 +23,8 @@ pub(super) struct Step<'a> {
     /// Jobs that failed so far.
     pub(super) failures: &'a mut u64,
     pub(super) outbox: &'a mut Outbox,
+    /// After what nothing can be computed any more.
+    pub(super) ended: Option<EngineError>,
 }
 
 /// A job whose slots are all built, and its proposal.
@@ -51,7 +53,7 @@ impl Step<'_> {
         let (logits, states) = match computed {
             Ok(out) => out,
             Err(error) => {
-                self.fail(jobs, &error);
+                self.fail(jobs, error);
                 return Vec::new();
             }
         };
@@ -68,7 +70,7 @@ impl Step<'_> {
             match Growth::start(job.wanted, &logits[row], states[row].clone(), self.head) {
                 Ok(Some(growth)) => growing.push(Growing { job, growth }),
                 Ok(None) => self.propose(job, Vec::new(), &[]),
-                Err(error) => self.fail(vec![job], &error),
+                Err(error) => self.fail(vec![job], error),
             }
         }
         // Answers that need no drafting do not wait for those that do.
@@ -152,7 +154,7 @@ impl Step<'_> {
                 match grown.growth.next(self.head) {
                     Ok(Some(rows)) => stepping.push((grown, rows)),
                     Ok(None) => self.complete(grown),
-                    Err(error) => self.fail(vec![grown.job], &error),
+                    Err(error) => self.fail(vec![grown.job], error),
                 }
             }
             self.outbox.flush();
@@ -162,7 +164,7 @@ impl Step<'_> {
             growing = match self.draft(&stepping) {
                 Ok(outs) => self.take(stepping, outs),
                 Err(error) => {
-                    self.fail(stepping.into_iter().map(|(grown, _)| grown.job).collect(), &error);
+                    self.fail(stepping.into_iter().map(|(grown, _)| grown.job).collect(), error);
                     return;
                 }
             };
@@ -202,7 +204,7 @@ impl Step<'_> {
             let rows: Vec<&[f32]> = logits.iter().map(Vec::as_slice).collect();
             match grown.growth.take(states, &rows, self.head) {
                 Ok(()) => growing.push(grown),
-                Err(error) => self.fail(vec![grown.job], &error),
+                Err(error) => self.fail(vec![grown.job], error),
             }
         }
         growing
@@ -213,7 +215,7 @@ impl Step<'_> {
         match growth.finish() {
             Ok(proposal) if proposal.is_chain() => self.propose(job, proposal.tokens().to_vec(), &[]),
             Ok(proposal) => self.propose(job, proposal.tokens().to_vec(), proposal.parents()),
-            Err(error) => self.fail(vec![job], &error),
+            Err(error) => self.fail(vec![job], error),
         }
     }
 
@@ -229,7 +231,7 @@ impl Step<'_> {
     }
 
     /// Answers with the error and forgets the sequences: what their caches hold now is not known.
-    fn fail(&mut self, jobs: Vec<Job>, error: &EngineError) {
+    fn fail(&mut self, jobs: Vec<Job>, error: EngineError) {
         let before = *self.failures;
         *self.failures += jobs.len() as u64;
         // Whoever sends bad features can do so every round: the log gets the first and then ever fewer of them.
@@ -240,6 +242,9 @@ impl Step<'_> {
             let body = Body::Error(item_error(Reason::Internal, format!("draft step failed: {error}")));
             self.outbox.push(&job.origin, body);
             self.store.discard(job.sequence);
+        }
+        if error.is_final() {
+            self.ended.get_or_insert(error);
         }
     }
 }

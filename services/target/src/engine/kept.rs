@@ -12,7 +12,6 @@ use eyrie_region::RegionError;
 
 use super::rows::{RowBlock, RowMemory, RowSlice};
 use super::sequence::Key;
-use crate::TargetError;
 
 /// A sequence's reference to rows of consecutive positions.
 #[derive(Debug, Default)]
@@ -73,8 +72,8 @@ pub(crate) struct KeptSizes {
 
 impl Kept {
     /// Takes `memory` for the blocks of every KV page, and of the page that each sequence is filling, as far as the limit
-    /// goes: a target that has served for long needs no more than one that has just begun to. Rows of sequences that had to
-    /// give up their pages may need more.
+    /// goes: a target that has served for long needs no more than one that has just begun to. Only rows of sequences that
+    /// gave up their pages may need more, which host memory has and a GPU's has not.
     ///
     /// # Errors
     /// [`RegionError::OutOfMemory`] and its like for more than there is.
@@ -112,54 +111,48 @@ impl Kept {
         self.rows_let_go
     }
 
-    /// Keeps `rows`, the first of which belongs to position `first` of `key`.
+    /// Keeps `rows`, the first of which belongs to position `first` of `key`. Where there is no room for them they are let
+    /// go: only a draft that lacks them needs them.
     ///
     /// # Errors
-    /// Memory that cannot be had or written.
-    pub(super) fn append(&mut self, key: Key, first: u32, rows: RowSlice<'_>) -> Result<(), TargetError> {
+    /// Memory that cannot be written.
+    pub(super) fn append(&mut self, key: Key, first: u32, rows: RowSlice<'_>) -> Result<(), RegionError> {
         if self.sequences.get(&key).is_none_or(|kept| kept.end != first || kept.blocks.is_empty()) {
             self.forget(key);
             self.sequences.insert(key, Rows { first, end: first, blocks: VecDeque::new() });
         }
         let mut taken = 0;
         while taken < rows.rows() {
-            let room = self.room(key)?;
+            let room = self.room(key);
             let part = rows.slice(taken..rows.rows().min(taken + room));
+            taken += part.rows();
             let Some(kept) = self.sequences.get_mut(&key) else { break };
-            match kept.blocks.back_mut() {
-                Some(block) => {
-                    let filling = Arc::get_mut(&mut block.rows);
-                    let filling = filling.ok_or_else(|| {
-                        TargetError::Engine(
-                            "a block of feature rows that is being filled is shared".to_owned(),
-                        )
-                    })?;
-                    self.memory.extend(filling, part)?;
-                }
-                // Not even one block may stay.
+            kept.end += part.rows() as u32;
+            // Only full blocks are shared, so one that is being filled is its sequence's own.
+            match kept.blocks.back_mut().and_then(|block| Arc::get_mut(&mut block.rows)) {
+                Some(filling) => self.memory.extend(filling, part)?,
                 None => {
-                    kept.first += part.rows() as u32;
+                    kept.first = kept.end;
+                    let left = std::mem::take(&mut kept.blocks);
+                    left.into_iter().rev().for_each(|block| self.release(block));
                     self.rows_let_go += part.rows() as u64;
                 }
             }
-            kept.end += part.rows() as u32;
-            taken += part.rows();
         }
         Ok(())
     }
 
-    /// Rows that the last block of `key` has room for, behind a new one where it is full.
-    fn room(&mut self, key: Key) -> Result<usize, RegionError> {
-        let Some(kept) = self.sequences.get(&key) else { return Ok(self.page_rows) };
+    /// Rows that the last block of `key` has room for, behind a new one where it is full and there is one.
+    fn room(&mut self, key: Key) -> usize {
+        let Some(kept) = self.sequences.get(&key) else { return self.page_rows };
         let room = self.page_rows - kept.end as usize % self.page_rows;
-        if room == self.page_rows || kept.blocks.is_empty() {
-            let block = self.allocate()?;
-            if let Some(kept) = self.sequences.get_mut(&key) {
-                kept.blocks.push_back(block);
-            }
-            self.trim();
+        if (room == self.page_rows || kept.blocks.is_empty())
+            && let Some(block) = self.allocate()
+            && let Some(kept) = self.sequences.get_mut(&key)
+        {
+            kept.blocks.push_back(block);
         }
-        Ok(room)
+        room
     }
 
     /// The first position kept of `key` (`None` without any), where the rows start, and up to `most` rows of `from..to`.
@@ -229,9 +222,11 @@ impl Kept {
                 continue;
             }
             match self.part(whole, inside) {
-                Ok(part) => rows.blocks.push_back(part),
-                Err(error) => {
-                    tracing::warn!(%error, "feature rows of a known prefix could not be copied: a draft does without");
+                Ok(Some(part)) => rows.blocks.push_back(part),
+                without => {
+                    if let Err(error) = without {
+                        tracing::warn!(%error, "feature rows of a known prefix could not be copied");
+                    }
                     rows.blocks.drain(..).rev().for_each(|block| self.release(block));
                     rows.first = end;
                 }
@@ -239,7 +234,6 @@ impl Kept {
         }
         self.sequences.insert(key, rows);
         self.touch(table);
-        self.trim();
     }
 
     /// Enters the rows of `key` for those of its whole pages, from page number `from` on, that are known by now. Without
@@ -288,33 +282,43 @@ impl Kept {
         self.page_rows as u64 * self.memory.row_bytes()
     }
 
-    /// An empty block; where there is no memory for one, that of rows that are let go.
-    fn allocate(&mut self) -> Result<Block, RegionError> {
+    /// An empty block, if need be that of rows that are let go; `None` where the limit is below one.
+    fn allocate(&mut self) -> Option<Block> {
         let rows = loop {
             if let Some(rows) = self.spare.pop() {
                 break rows;
             }
-            match self.memory.take(1, self.page_rows) {
-                Ok(blocks) => self.spare = blocks,
-                Err(error) if !(self.drop_unused() || self.drop_oldest()) => return Err(error),
-                Err(_) => {}
+            let within = (self.blocks as u64 + 1).saturating_mul(self.block_bytes()) <= self.limit;
+            if within
+                && self.memory.grows()
+                && let Ok(blocks) = self.memory.take(1, self.page_rows)
+            {
+                self.spare = blocks;
+            } else if !(self.drop_unused() || self.drop_oldest()) {
+                return None;
             }
         };
         self.blocks += 1;
-        Ok(Block { rows: Arc::new(rows), page: None })
+        Some(Block { rows: Arc::new(rows), page: None })
     }
 
-    /// A copy of the first `rows` rows of `whole`, which is released.
-    fn part(&mut self, whole: Block, rows: usize) -> Result<Block, RegionError> {
-        let part = self.allocate();
-        let copied = part.and_then(|mut part| {
-            if let Some(filling) = Arc::get_mut(&mut part.rows) {
-                self.memory.extend(filling, self.memory.rows(&whole.rows, 0..rows)?)?;
+    /// A copy of the first `rows` rows of `whole`, which is released; `None` where there is no room for it.
+    fn part(&mut self, whole: Block, rows: usize) -> Result<Option<Block>, RegionError> {
+        let mut part = self.allocate();
+        let copied = match part.as_mut().and_then(|part| Arc::get_mut(&mut part.rows)) {
+            Some(filling) => {
+                self.memory.rows(&whole.rows, 0..rows).and_then(|rows| self.memory.extend(filling, rows))
             }
-            Ok(part)
-        });
+            None => Ok(()),
+        };
         self.release(whole);
-        copied
+        match (copied, part) {
+            (Err(error), part) => {
+                part.into_iter().for_each(|part| self.release(part));
+                Err(error)
+            }
+            (Ok(()), part) => Ok(part),
+        }
     }
 
     /// Has `page` keep the rows of `own`, unless it keeps equal ones; returns a reference to those that it keeps.
@@ -394,10 +398,6 @@ impl Kept {
         self.blocks -= 1;
         rows.clear();
         self.spare.push(rows);
-    }
-
-    fn trim(&mut self) {
-        while self.bytes() > self.limit && (self.drop_unused() || self.drop_oldest()) {}
     }
 
     /// Drops the block that no sequence has referred to for longest.

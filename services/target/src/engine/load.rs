@@ -94,8 +94,7 @@ fn load_into(
         config: &config_hash,
         capture: &plan.capture,
         shared: model.embed_and_head().fingerprint(),
-        processor: plan.processor,
-        activations: plan.activations,
+        arithmetic: &backend.arithmetic(),
     };
     let fingerprint = fingerprint(&checkpoint, parts);
     let (mut engine, exports) = assemble(model, backend, &plan, epoch, gauges, drain)?;

@@ -68,7 +68,7 @@ impl Ring {
             Self::Device(ring) => {
                 // Past the engine, so that a copy waits for none of its steps.
                 let stream = Stream::new(ring.stream().gpu()).map_err(RegionError::from)?;
-                RingCopy::Device(Mutex::new(ring.reader(0, stream)?))
+                RingCopy::Device { geometry: ring.geometry(), reader: Mutex::new(ring.reader(0, stream)?) }
             }
         })
     }
@@ -126,14 +126,18 @@ impl Ring {
 #[derive(Debug)]
 pub(crate) enum RingCopy {
     Host(RingReader),
-    Device(Mutex<DeviceRingReader>),
+    /// Its size can be told while a read waits for the GPU.
+    Device {
+        geometry: DeviceRingGeometry,
+        reader: Mutex<DeviceRingReader>,
+    },
 }
 
 impl RingCopy {
     pub(crate) fn geometry(&self) -> RingGeometry {
         match self {
             Self::Host(ring) => ring.geometry(),
-            Self::Device(ring) => ring.lock().geometry().ring,
+            Self::Device { geometry, .. } => geometry.ring,
         }
     }
 
@@ -148,10 +152,10 @@ impl RingCopy {
                 ring.read_slot(at.slot, at.generation, &mut values)?;
                 Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect())
             }
-            Self::Device(ring) => {
-                let (mut ring, mut bytes) = (ring.lock(), Vec::new());
-                ring.read_slot(at.slot, at.generation, &mut bytes)?;
-                Ok(match ring.geometry().value_bytes {
+            Self::Device { geometry, reader } => {
+                let mut bytes = Vec::new();
+                reader.lock().read_slot(at.slot, at.generation, &mut bytes)?;
+                Ok(match geometry.value_bytes {
                     2 => bytes.chunks_exact(2).flat_map(|b| [0, 0, b[0], b[1]]).collect(),
                     _ => bytes,
                 })

@@ -1,6 +1,7 @@
 //! Feature rows where they lie: in host memory, or on the GPU that computed them.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use eyrie_kernels::{Activations, Backend};
 use eyrie_model::{Aux, ModelError};
@@ -96,17 +97,22 @@ pub(crate) struct RowMemory {
     width: usize,
     numbers: Activations,
     /// `None` for host memory.
-    stream: Option<Stream>,
+    stream: Option<Arc<Stream>>,
 }
 
 impl RowMemory {
     /// Memory beside what `backend` computes, for rows of `width` values.
     pub(crate) fn beside(backend: &Backend, width: usize) -> Result<Self, ModelError> {
-        Ok(Self { width, numbers: backend.numbers(), stream: backend.stream()? })
+        Ok(Self { width, numbers: backend.numbers(), stream: backend.stream()?.map(Arc::new) })
     }
 
     pub(crate) fn row_bytes(&self) -> u64 {
         (self.width * self.numbers.size()) as u64
+    }
+
+    /// Whether more may be taken while serving. On a GPU it may not: what is free there is for the steps.
+    pub(crate) fn grows(&self) -> bool {
+        self.stream.is_none()
     }
 
     /// Takes the memory for `blocks` blocks of `rows` rows.
@@ -131,7 +137,7 @@ impl RowMemory {
             return Ok(Vec::new());
         }
         let memory = DeviceBuffer::zeroed(stream.gpu(), NAME, DeviceBlock::bytes_of(blocks, len))?;
-        Ok(DeviceBlock::cut(memory, len).into_iter().map(BlockMemory::Device).map(block).collect())
+        Ok(DeviceBlock::cut(memory, len, stream).into_iter().map(BlockMemory::Device).map(block).collect())
     }
 
     /// Copies `rows` behind those that `block` has.
@@ -139,12 +145,17 @@ impl RowMemory {
     /// # Errors
     /// Rows that lie elsewhere than the block, more than it has room for, or the driver's answer.
     pub(crate) fn extend(&self, block: &mut RowBlock, rows: RowSlice<'_>) -> Result<(), RegionError> {
-        match (&mut block.memory, rows, &self.stream) {
-            (BlockMemory::Host(held), RowSlice::Host { values, .. }, _) => held.extend_from_slice(values),
-            (BlockMemory::Device(held), RowSlice::Device(rows), Some(stream)) => {
-                held.begin_write(block.rows as u64 * self.row_bytes(), rows, stream)?;
+        match (&mut block.memory, rows) {
+            (BlockMemory::Host(held), RowSlice::Host { values, .. }) => held.extend_from_slice(values),
+            (BlockMemory::Device(held), RowSlice::Device(rows)) => {
+                held.begin_write(block.rows as u64 * self.row_bytes(), rows)?;
             }
-            _ => return Err(RegionError::NotOnDevice { kind: RegionKind::Local }),
+            (BlockMemory::Host(_), RowSlice::Device(_)) => {
+                return Err(RegionError::NotOnHost { kind: RegionKind::CudaVmm });
+            }
+            (BlockMemory::Device(_), RowSlice::Host { .. }) => {
+                return Err(RegionError::NotOnDevice { kind: RegionKind::Local });
+            }
         }
         block.rows += rows.rows();
         Ok(())

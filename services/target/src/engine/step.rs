@@ -57,9 +57,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Computes `pieces` in one forward; returns the rows computed. Where values turn out not to be numbers, each piece
-    /// is computed alone, which gives the same rows, then without what was drafted, and only what fails by itself is
-    /// given up. What a failed forward wrote lies beyond the computed rows and is written again.
+    /// Computes `pieces` in one forward; returns the rows computed. Where values turn out not to be numbers, or a GPU has no
+    /// memory for all of the rows, each piece is computed alone, which gives the same rows, then without what was drafted,
+    /// and only what fails by itself is given up. What a failed forward wrote lies beyond the computed rows and is written
+    /// again.
     fn compute(&mut self, pieces: &[Piece]) -> Result<usize, TargetError> {
         let batch: Vec<SeqRows<'_>> =
             pieces.iter().map(|piece| rows_of(&self.sequences[&piece.key], piece.rows)).collect();
@@ -70,7 +71,7 @@ impl Engine {
                 self.commit(pieces, &out)?;
                 Ok(out.rows.last().map_or(0, |rows| rows.end))
             }
-            Err(error) if !is_numeric(&error) => Err(error.into()),
+            Err(error) if !is_of_the_rows(&error) => Err(error.into()),
             Err(error) => match pieces {
                 [piece] if piece.rows == Rows::Round && self.drop_drafts(piece.key) => self.compute(pieces),
                 [piece] => {
@@ -225,9 +226,9 @@ fn given_up(sequence: &mut Sequence, error: DrawError) -> Result<v1::ItemError, 
     }
 }
 
-/// Whether `error` comes from the values of some rows, and says nothing about the others.
-fn is_numeric(error: &ModelError) -> bool {
-    matches!(error, ModelError::Kernel(KernelError::NotANumber { .. }))
+/// Whether `error` comes from the values of some rows or from their number, and says nothing about others.
+fn is_of_the_rows(error: &ModelError) -> bool {
+    matches!(error, ModelError::Kernel(KernelError::NotANumber { .. } | KernelError::GpuMemory { .. }))
 }
 
 /// The model's view of one piece.

@@ -62,7 +62,7 @@ impl Service {
         self.drain.spawn(async move {
             let _reading = room;
             let sent = tokio::select! {
-                sent = send_chunks(&*shared, &chunks) => sent,
+                sent = send_chunks(&shared, &chunks) => sent,
                 () = stop.stopped() => Err(refuse(Reason::Draining, "the target is stopping")),
             };
             let _ = sent.map_err(|status| told.set(status));
@@ -107,7 +107,7 @@ impl Service {
 }
 
 /// Copies `region`, each chunk when there is room for it.
-async fn send_chunks(region: &dyn Region, chunks: &mpsc::Sender<FileChunk>) -> Result<(), Status> {
+async fn send_chunks(region: &Arc<dyn Region>, chunks: &mpsc::Sender<FileChunk>) -> Result<(), Status> {
     let length = region.byte_len();
     for at in (0..length).step_by(CHUNK) {
         let Ok(room) = tokio::time::timeout(SEND_LIMIT, chunks.reserve()).await else {
@@ -115,11 +115,20 @@ async fn send_chunks(region: &dyn Region, chunks: &mpsc::Sender<FileChunk>) -> R
             return Err(refuse(Reason::Busy, format!("a chunk must be read within {limit} s")));
         };
         let Ok(room) = room else { return Ok(()) };
-        let mut chunk = vec![0; (length - at).min(CHUNK as u64) as usize];
-        if let Err(e) = region.read(at, &mut chunk) {
-            return Err(refuse(Reason::Internal, format!("reading shared weights: {e}")));
+        let source = Arc::clone(region);
+        let read = move || {
+            let mut chunk = vec![0; (length - at).min(CHUNK as u64) as usize];
+            source.read(at, &mut chunk).map(|()| chunk).map_err(|e| e.to_string())
+        };
+        // A device is waited for.
+        let chunk = match region.host() {
+            Some(_) => read(),
+            None => tokio::task::spawn_blocking(read).await.unwrap_or_else(|e| Err(e.to_string())),
+        };
+        match chunk {
+            Ok(chunk) => room.send(FileChunk { data: Bytes::from(chunk) }),
+            Err(e) => return Err(refuse(Reason::Internal, format!("reading shared weights: {e}"))),
         }
-        room.send(FileChunk { data: Bytes::from(chunk) });
     }
     Ok(())
 }
@@ -153,12 +162,14 @@ mod tests {
             }
             data
         };
+        let region: Arc<dyn Region> = Arc::new(region);
         let send = async move { send_chunks(&region, &sender).await.map(|()| region) };
         let (data, sent) = tokio::join!(read, send);
-        assert!(sent.is_ok_and(|region| region.bytes() == data));
+        assert!(sent.is_ok_and(|region| region.host().is_some_and(|bytes| bytes == data)));
 
         let (sender, _unread) = mpsc::channel(1);
-        let refused = send_chunks(&Local::zeroed(2 * CHUNK), &sender).await.unwrap_err();
+        let refused =
+            send_chunks(&(Arc::new(Local::zeroed(2 * CHUNK)) as Arc<dyn Region>), &sender).await.unwrap_err();
         assert_eq!(reason_of(&refused).as_deref(), Some("BUSY"));
     }
 }

@@ -57,6 +57,7 @@ pub struct Cuda(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     ordinal: usize,
+    capability: String,
     activations: Activations,
     device: CudaDevice,
     stream: Arc<CudaStream>,
@@ -87,12 +88,19 @@ impl Cuda {
         let module = load(stream.context())?;
         let functions = Functions::new(module);
         let tensors = Device::Cuda(device.clone());
-        Ok(Cuda(Arc::new(Inner { ordinal, activations, device, stream, functions, tensors })))
+        let (major, minor) = stream.context().compute_capability().map_err(failed("compute capability"))?;
+        let capability = format!("{major}.{minor}");
+        Ok(Cuda(Arc::new(Inner { ordinal, capability, activations, device, stream, functions, tensors })))
     }
 
     /// Number of the GPU.
     pub fn ordinal(&self) -> usize {
         self.0.ordinal
+    }
+
+    /// Compute capability, as 9.0: exponentials are those of the hardware, so other capabilities may round otherwise.
+    pub(crate) fn capability(&self) -> &str {
+        &self.0.capability
     }
 
     /// Numbers of activations and caches.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use eyrie_region::{DeviceRows, Gpu, Stream};
+use eyrie_region::{DeviceRows, Gpu, Stream, StreamId};
 
 use super::{Activations, Cuda, Grid, failed};
 use crate::error::{KernelError, Result, limit, shape};
@@ -166,13 +166,15 @@ impl Cuda {
         let (rows, width) = x.dims2()?;
         let x = self.operand_of("device_rows", x)?;
         let row_bytes = (width * x.numbers.size()) as u64;
-        // SAFETY: the tensor's memory lives as long as the borrow of it, tensors are written once, and this backend's
-        // memory is freed in its stream's order.
-        Ok(unsafe { DeviceRows::new(x.pointer, rows as u32, row_bytes) })
+        // SAFETY: the tensor lives as long as the borrow of it; it is written and freed in this backend's stream's order.
+        Ok(unsafe { DeviceRows::new(x.pointer, rows as u32, row_bytes, StreamId::of_engine(self.stream())) })
     }
 
     /// A copy of rows of numbers `stored`, in the backend's own.
     pub(crate) fn take_in(&self, rows: DeviceRows<'_>, stored: Activations) -> Result<Tensor> {
+        if rows.order() != StreamId::of_engine(self.stream()) {
+            return Err(KernelError::Mixed { op: "take_in" });
+        }
         let (count, width) = (rows.rows() as usize, rows.row_bytes() as usize / stored.size());
         let copy = self.output("take_in", stored, count * width)?;
         self.copy("take_in", rows.ptr(), copy.pointer, count * width * stored.size())?;

@@ -79,6 +79,9 @@ pub enum CudaError {
         /// Ordinal of the memory's.
         memory: usize,
     },
+    /// Rows were handed to a stream in whose order they are not.
+    #[error("rows of one stream were handed to another")]
+    OtherStream,
 }
 
 fn version(number: i32) -> String {

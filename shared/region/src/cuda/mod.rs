@@ -18,6 +18,6 @@ pub use error::CudaError;
 pub use gpu::Gpu;
 pub use ipc::{ImportedIpc, Ipc, IpcBuilder, IpcHandle};
 pub use rows::{DeviceBlock, DeviceRows};
-pub use stream::Stream;
+pub use stream::{Stream, StreamId};
 pub use uuid::{GpuUuid, InvalidUuid};
 pub use vmm::{ImportedVmm, Vmm, VmmBuilder};

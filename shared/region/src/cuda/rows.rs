@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{DeviceBuffer, Stream};
+use super::{DeviceBuffer, Stream, StreamId};
 use crate::region::within;
 use crate::{RegionError, align_up};
 
@@ -14,6 +14,7 @@ pub struct DeviceRows<'a> {
     ptr: u64,
     rows: u32,
     row_bytes: u64,
+    order: StreamId,
     memory: PhantomData<&'a [u8]>,
 }
 
@@ -21,11 +22,15 @@ impl<'a> DeviceRows<'a> {
     /// `rows` rows of `row_bytes` bytes from the device address `ptr` on.
     ///
     /// # Safety
-    /// For as long as the value lives the rows must be readable device memory that nobody writes. What is put into a stream
-    /// with them sees them as they are when the stream gets there: they must be complete by then, and be freed or written
-    /// again in that stream's order only.
-    pub unsafe fn new(ptr: u64, rows: u32, row_bytes: u64) -> Self {
-        Self { ptr, rows, row_bytes, memory: PhantomData }
+    /// The rows must be device memory, and be complete, for whatever is put into the stream `order` while the value lives:
+    /// they are written and freed in that stream's order, or not before it is idle.
+    pub unsafe fn new(ptr: u64, rows: u32, row_bytes: u64, order: StreamId) -> Self {
+        Self { ptr, rows, row_bytes, order, memory: PhantomData }
+    }
+
+    /// The stream in whose order the rows are there.
+    pub fn order(&self) -> StreamId {
+        self.order
     }
 
     /// Address of the first row.
@@ -56,10 +61,11 @@ impl<'a> DeviceRows<'a> {
     }
 }
 
-/// A part of a [`DeviceBuffer`] that nobody else uses.
+/// A part of a [`DeviceBuffer`] that nobody else uses, written and read in the order of one stream.
 #[derive(Debug)]
 pub struct DeviceBlock {
     memory: Arc<DeviceBuffer>,
+    stream: Arc<Stream>,
     // Invariant: `at..at + len` lies in `memory` and in no other block of it.
     at: u64,
     len: u64,
@@ -67,11 +73,12 @@ pub struct DeviceBlock {
 
 impl DeviceBlock {
     /// Cuts `memory` into blocks of `len` bytes, each at an aligned address. What is left over is not used.
-    pub fn cut(memory: DeviceBuffer, len: u64) -> Vec<Self> {
+    pub fn cut(memory: DeviceBuffer, len: u64, stream: &Arc<Stream>) -> Vec<Self> {
         let Some(step) = align_up(len.max(1)) else { return Vec::new() };
         let count = memory.span().len / step;
         let memory = Arc::new(memory);
-        (0..count).map(|i| Self { memory: Arc::clone(&memory), at: i * step, len }).collect()
+        let block = |i| Self { memory: Arc::clone(&memory), stream: Arc::clone(stream), at: i * step, len };
+        (0..count).map(block).collect()
     }
 
     /// Bytes of device memory for `count` blocks of `len` bytes.
@@ -79,31 +86,27 @@ impl DeviceBlock {
         align_up(len.max(1)).map_or(u64::MAX, |step| step.saturating_mul(count))
     }
 
-    /// Begins to copy `rows` behind the first `skip` bytes, in the order of `stream`.
+    /// Begins to copy `rows` behind the first `skip` bytes.
     ///
     /// # Errors
-    /// [`RegionError::Bounds`], or the driver's answer.
-    pub fn begin_write(
-        &mut self,
-        skip: u64,
-        rows: DeviceRows<'_>,
-        stream: &Stream,
-    ) -> Result<(), RegionError> {
+    /// [`RegionError::Bounds`], [`CudaError::OtherStream`](super::CudaError::OtherStream), or the driver's answer.
+    pub fn begin_write(&mut self, skip: u64, rows: DeviceRows<'_>) -> Result<(), RegionError> {
         let to = within(self.len, skip, rows.byte_len())?;
-        // SAFETY: the range is this block's alone and borrowed exclusively; the rows keep the promise of `DeviceRows`.
-        unsafe { stream.begin_copy(self.ptr() + to.start, rows.ptr(), rows.byte_len()) }?;
+        self.stream.check(&rows)?;
+        // SAFETY: the range is this block's alone; whatever reads or writes it is in the order of its stream, as the rows are,
+        // and the buffer is freed when the device is idle.
+        unsafe { self.stream.begin_copy(self.ptr() + to.start, rows.ptr(), rows.byte_len()) }?;
         Ok(())
     }
 
-    /// `rows` rows of `row_bytes` bytes behind the first `skip` bytes. What was begun to be written is there once the stream
-    /// that it was put into gets to what reads it.
+    /// `rows` rows of `row_bytes` bytes behind the first `skip` bytes, in the order of the block's stream.
     ///
     /// # Errors
     /// [`RegionError::Bounds`].
     pub fn rows(&self, skip: u64, rows: u32, row_bytes: u64) -> Result<DeviceRows<'_>, RegionError> {
         let from = within(self.len, skip, u64::from(rows).saturating_mul(row_bytes))?;
-        // SAFETY: within this block, which is written through `&mut self` alone and freed after all work of the device.
-        Ok(unsafe { DeviceRows::new(self.ptr() + from.start, rows, row_bytes) })
+        // SAFETY: within this block, which is written in its stream's order and freed when the device is idle.
+        Ok(unsafe { DeviceRows::new(self.ptr() + from.start, rows, row_bytes, self.stream.id()) })
     }
 
     fn ptr(&self) -> u64 {
@@ -118,7 +121,7 @@ mod tests {
     #[test]
     fn a_slice_never_leaves_its_rows() {
         // SAFETY: nothing reads them.
-        let rows = unsafe { DeviceRows::new(1000, 5, 10) };
+        let rows = unsafe { DeviceRows::new(1000, 5, 10, StreamId::none()) };
         let part = rows.slice(1..3);
         assert_eq!((part.ptr(), part.rows(), part.byte_len()), (1010, 2, 20));
         let past = part.slice(1..9);

@@ -5,13 +5,30 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, sys};
 
-use super::{CudaError, Gpu};
+use super::{CudaError, DeviceRows, Gpu};
 
 /// A stream with an event of its own: one wait for all copies begun so far.
 pub struct Stream {
     gpu: Arc<Gpu>,
     raw: Raw,
     event: sys::CUevent,
+}
+
+/// Which stream it is, for work that must come in one order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamId(usize);
+
+impl StreamId {
+    /// Of the stream that an engine computes on.
+    pub fn of_engine(stream: &CudaStream) -> Self {
+        Self(stream.cu_stream() as usize)
+    }
+
+    /// No stream's, for tests without a GPU.
+    #[cfg(test)]
+    pub(crate) fn none() -> Self {
+        Self(0)
+    }
 }
 
 enum Raw {
@@ -58,6 +75,16 @@ impl Stream {
     /// The GPU it works on.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
+    }
+
+    /// Which stream it is: equal for all that stand for one engine's.
+    pub fn id(&self) -> StreamId {
+        StreamId(self.raw() as usize)
+    }
+
+    /// Errors unless what `rows` hold is in the order of this stream.
+    pub(crate) fn check(&self, rows: &DeviceRows<'_>) -> Result<(), CudaError> {
+        if rows.order() == self.id() { Ok(()) } else { Err(CudaError::OtherStream) }
     }
 
     fn raw(&self) -> sys::CUstream {

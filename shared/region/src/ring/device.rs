@@ -182,9 +182,11 @@ impl DeviceRingWriter {
     /// waits for a reader.
     ///
     /// # Errors
-    /// [`RingError::DeviceRows`], [`RingError::RowBytes`] and [`RingError::Batch`], with nothing changed; the driver's
-    /// answer, and then none of the slots can be read.
+    /// [`RingError::DeviceRows`], [`RingError::RowBytes`], [`RingError::Batch`] and [`CudaError::OtherStream`], with nothing
+    /// changed; the driver's answer, and then none of the slots can be read.
     pub fn publish(&mut self, batch: &[DeviceRows<'_>]) -> Result<Vec<SlotRef>, RingError> {
+        let in_order = batch.iter().try_for_each(|rows| self.into.stream.check(rows));
+        in_order.map_err(RegionError::from)?;
         self.ring.publish(&self.into, batch)
     }
 
@@ -276,9 +278,9 @@ impl DeviceRingReader {
         let row_bytes = self.geometry().row_bytes();
         let held = self.from.staging.span().len / row_bytes;
         let rows = rows.min(u32::try_from(held).unwrap_or(u32::MAX));
-        // SAFETY: so many rows lie in the staging memory, which lives as long as the borrow of `self`; only this reader
-        // writes it, on the stream that whoever reads them works on.
-        unsafe { DeviceRows::new(self.from.staging.span().ptr, rows, row_bytes) }
+        // SAFETY: so many rows lie in the staging memory, which this reader alone writes, on its stream, and which is freed
+        // when the device is idle.
+        unsafe { DeviceRows::new(self.from.staging.span().ptr, rows, row_bytes, self.from.stream.id()) }
     }
 
     /// Replaces `out` by all rows that `slot` holds under the stamp `generation`, however many these are, for another host.

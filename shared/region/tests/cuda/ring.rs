@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, sys};
 use eyrie_region::{
     DeviceBuffer, DeviceRingGeometry, DeviceRingReader, DeviceRingWriter, DeviceRows, Epoch, Gpu, Grant,
     ImportedIpc, ImportedVmm, RegionKind, RingError, RingGeometry, RingMemory, SlotPart, SlotRef, Stream,
-    TensorGrant,
+    StreamId, TensorGrant,
 };
 
 use crate::Outcome;
@@ -48,10 +48,10 @@ fn check_words(n: u64, bytes: &[u8]) -> Result<(), Box<dyn Error>> {
     }
 }
 
-fn rows(source: &DeviceBuffer, slot: usize) -> DeviceRows<'_> {
+fn rows(source: &DeviceBuffer, slot: usize, order: StreamId) -> DeviceRows<'_> {
     let ptr = source.span().ptr + (slot * slot_bytes()) as u64;
     // SAFETY: within the buffer, which was written and waited for, and is borrowed by the value.
-    unsafe { DeviceRows::new(ptr, GEOMETRY.ring.slot_rows, GEOMETRY.row_bytes()) }
+    unsafe { DeviceRows::new(ptr, GEOMETRY.ring.slot_rows, GEOMETRY.row_bytes(), order) }
 }
 
 pub(crate) fn race(gpu: &Arc<Gpu>, kind: RegionKind) -> Outcome {
@@ -86,11 +86,12 @@ pub(crate) fn race(gpu: &Arc<Gpu>, kind: RegionKind) -> Outcome {
     let mut other = Other::start("ring", &door, &grant)?;
     other.told("reading")?;
     let mut source = DeviceBuffer::zeroed(gpu, "source", slot_bytes() as u64)?;
+    let order = writer.stream().id();
     let mut times = Vec::new();
     for n in 1..=PUBLICATIONS {
         source.write(0, &words(n))?;
         let begun = Instant::now();
-        writer.publish(&[rows(&source, 0)])?;
+        writer.publish(&[rows(&source, 0, order)])?;
         times.push(begun.elapsed());
         if n % 10 == 0 {
             writeln!(other.input.as_mut().ok_or("no input")?, "{n}")?;
@@ -182,9 +183,10 @@ pub(crate) fn batches(gpu: &Arc<Gpu>) -> Outcome {
     let memory = RingMemory::new(gpu, RegionKind::CudaVmm, geometry)?;
     let mut writer = DeviceRingWriter::create(memory, geometry, Epoch::random()?, Stream::new(gpu)?)?;
     let source = DeviceBuffer::zeroed(gpu, "source", slot_bytes() as u64)?;
+    let order = writer.stream().id();
     let mut said = Vec::new();
     for count in [1, 8, 64] {
-        let batch = vec![rows(&source, 0); count];
+        let batch = vec![rows(&source, 0, order); count];
         let mut times: Vec<_> = (0..200)
             .map(|_| {
                 let begun = Instant::now();
@@ -202,15 +204,20 @@ pub(crate) fn own_reader(gpu: &Arc<Gpu>) -> Outcome {
     for kind in [RegionKind::CudaVmm, RegionKind::CudaIpc] {
         let mut writer = writer(gpu, kind, Epoch::random()?)?;
         let mut reader = writer.reader(1, Stream::new(gpu)?)?;
+        let order = writer.stream().id();
         let mut source = DeviceBuffer::zeroed(gpu, "source", 2 * slot_bytes() as u64)?;
         source.write(0, &[words(1), words(2)].concat())?;
-        let published = writer.publish(&[rows(&source, 0), rows(&source, 1)])?;
+        let published = writer.publish(&[0, 1].map(|slot| rows(&source, slot, order)))?;
         for (n, slot) in (1..).zip(&published) {
             let mut bytes = Vec::new();
             reader.read_slot(slot.slot, slot.generation, &mut bytes)?;
             check_words(n, &bytes)?;
         }
-        let batch = writer.publish(&[rows(&source, 0); 2])?;
+        let foreign = rows(&source, 0, Stream::new(gpu)?.id());
+        if writer.publish(&[foreign]).is_ok() {
+            return Err("rows of another stream were published".into());
+        }
+        let batch = writer.publish(&[rows(&source, 0, order); 2])?;
         let overwritten = reader.read_slot(0, published[0].generation, &mut Vec::new());
         if batch[1].slot != 0 || !matches!(overwritten, Err(RingError::Stale { .. })) {
             return Err(format!("{overwritten:?} of an overwritten slot").into());

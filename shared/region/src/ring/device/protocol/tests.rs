@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::ring::RingGeometry;
-use crate::{Epoch, RegionError};
+use crate::{Epoch, RegionError, StreamId};
 
 const GEOMETRY: DeviceRingGeometry =
     DeviceRingGeometry { ring: RingGeometry { slots: 4, slot_rows: 3, row_width: 8 }, value_bytes: 2 };
@@ -47,7 +47,7 @@ impl Fake {
         let at = index * SLOT;
         self.other[at..at + rows as usize * ROW].iter().for_each(|word| word.store(n, Ordering::Relaxed));
         // SAFETY: an address of this fake only.
-        unsafe { DeviceRows::new(4 * at as u64, rows, GEOMETRY.row_bytes()) }
+        unsafe { DeviceRows::new(4 * at as u64, rows, GEOMETRY.row_bytes(), StreamId::none()) }
     }
 
     fn read(&self, count: usize) -> Vec<u32> {
@@ -196,12 +196,12 @@ fn batches_rooms_and_references_have_limits() {
     assert!(matches!(ring.publish(&[rows; 5]), Err(RingError::Batch { limit: 4, given: 5 })));
     for count in [0, 4] {
         // SAFETY: an address of this fake only.
-        let wrong = unsafe { DeviceRows::new(0, count, GEOMETRY.row_bytes()) };
+        let wrong = unsafe { DeviceRows::new(0, count, GEOMETRY.row_bytes(), StreamId::none()) };
         let error = ring.publish(&[rows, wrong]).unwrap_err();
         assert!(matches!(error, RingError::DeviceRows { slot_rows: 3, rows } if rows == count), "{error}");
     }
     // SAFETY: as above.
-    let wide = unsafe { DeviceRows::new(0, 1, 9) };
+    let wide = unsafe { DeviceRows::new(0, 1, 9, StreamId::none()) };
     assert!(matches!(ring.publish(&[rows, wide]), Err(RingError::RowBytes { given: 9, .. })));
     let good = ring.publish(&[rows; 4]).unwrap();
     assert_eq!(good[0].generation, 2, "a refused batch uses no stamps");
