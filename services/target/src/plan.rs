@@ -9,7 +9,7 @@ use eyrie_model::LatentCache;
 use eyrie_region::{DeviceRingGeometry, RegionKind, RingError, RingGeometry};
 
 use crate::engine::{PAGE_ROWS, SLOT_ROWS};
-use crate::options::{TargetOptions, refuse};
+use crate::options::{LEAST_KV_TOKENS, TargetOptions, refuse};
 use crate::{TargetError, options};
 
 /// A prompt of one token and one more.
@@ -19,8 +19,6 @@ const RING_CHUNKS: usize = 2;
 /// Rounds of every sequence that a ring of default size holds.
 const RING_ROUNDS: usize = 4;
 
-/// Tokens of the smallest KV cache that serves: a page.
-const LEAST_KV_TOKENS: u64 = PAGE_ROWS as u64;
 /// Rows of a round as they usually are.
 const USUAL_ROUND: usize = 4;
 /// Values as wide as the residual stream that a step holds of a row.
@@ -104,9 +102,9 @@ impl Plan {
         let need = self.need(config, weights)?;
         if need.total() > available {
             let left = available.saturating_sub(need.total() - need.kv);
-            // Fewer tokens may do, if they still hold a sequence.
-            if left / token >= LEAST_KV_TOKENS {
-                let most = left / token;
+            // Fewer pages may do, if they still hold a sequence.
+            let most = left / token / PAGE_ROWS as u64 * PAGE_ROWS as u64;
+            if most >= LEAST_KV_TOKENS as u64 {
                 let limit = format!("at most {most}: a token needs {token} bytes, {left} are available");
                 return Err(refuse("kv-tokens", limit, self.kv_tokens));
             }
@@ -293,26 +291,35 @@ mod tests {
 
     #[test]
     fn the_kv_cache_has_whole_pages_and_must_fit_the_memory() {
-        let plan = Plan::new(&TargetOptions { kv_tokens: 66, ..options() }, &config()).unwrap();
-        assert_eq!(plan.kv_tokens, 128);
+        let plan = |kv_tokens| Plan::new(&TargetOptions { kv_tokens, ..options() }, &config()).unwrap();
+        let (fewer, plan) = (plan(128), plan(129));
+        assert_eq!(plan.kv_tokens, 192);
         // 8 layers of 128 + 32 values a token.
         let token = 8 * 160 * 4;
         let rest = 1000 + plan.need(&config(), 0).unwrap().features;
         let check = |available| plan.check_memory(&config(), 1000, available);
-        assert!(check(rest + 128 * token).is_ok());
-        assert_eq!(
-            check(rest + 128 * token - 1).unwrap_err().to_string(),
-            "option kv-tokens must be at most 127: a token needs 5120 bytes, 655359 are available, given 128"
-        );
-        // Two blocks of the KV cache and one for each sequence beside the ring.
+        assert!(check(rest + 192 * token).is_ok());
+        for available in [rest + 192 * token - 1, rest + 128 * token] {
+            assert_eq!(
+                check(available).unwrap_err().to_string(),
+                format!(
+                    "option kv-tokens must be at most 128: a token needs 5120 bytes, {} are available, given 192",
+                    available - rest
+                )
+            );
+            assert!(fewer.check_memory(&config(), 1000, available).is_ok(), "as advised");
+        }
+        // Three blocks of the KV cache and one for each sequence beside the ring.
         let features = rest - 1000;
-        assert!(features > (2 + 64) * 64 * 1152 * 4 && features < (2 + 64) * 64 * 1152 * 4 + (10 << 20));
+        assert!(features > (3 + 64) * 64 * 1152 * 4 && features < (3 + 64) * 64 * 1152 * 4 + (10 << 20));
+        // One page is less than the option takes.
+        let available = rest + 128 * token - 1;
         assert_eq!(
-            check(rest).unwrap_err().to_string(),
+            check(available).unwrap_err().to_string(),
             format!(
-                "memory of cpu: {} bytes are needed at least (weights 1000, KV cache 655360, features {features}, \
-                 workspace 0), {rest} are free",
-                rest + 128 * token
+                "memory of cpu: {} bytes are needed at least (weights 1000, KV cache 983040, features {features}, \
+                 workspace 0), {available} are free",
+                rest + 192 * token
             )
         );
     }
