@@ -7,6 +7,7 @@ use eyrie_checkpoint::TargetConfig;
 use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_model::LatentCache;
 use eyrie_region::{DeviceRingGeometry, RegionKind, RingError, RingGeometry};
+use eyrie_wire::MAX_VERIFY_ROWS;
 
 use crate::engine::{PAGE_ROWS, SLOT_ROWS};
 use crate::options::{LEAST_KV_TOKENS, TargetOptions, refuse};
@@ -26,13 +27,24 @@ const ROWS_BETWEEN: usize = 12;
 /// What the experts' kernels take at most, and the driver for kernels and queues.
 const GPU_SCRATCH: u64 = 512 << 20;
 
-/// Bytes that serving needs.
+/// Bytes that serving needs. Drafted rounds are not cut to `prefill_chunk` rows, so a step may compute more rows than the
+/// workspace is counted for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
     weights: u64,
     kv: u64,
+    /// The ring, and the rows kept beside it.
     features: u64,
-    workspace: u64,
+    /// Of a GPU; what a step takes of the heap is not counted.
+    workspace: Option<Workspace>,
+}
+
+/// What a step takes of a GPU beside what is there for good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Workspace {
+    bytes: u64,
+    /// Rows of such a step.
+    rows: usize,
 }
 
 /// Resolved sizes.
@@ -137,23 +149,25 @@ impl Plan {
             weights,
             kv: self.kv_tokens as u64 * LatentCache::token_bytes(config, self.activations),
             features,
-            workspace: if self.processor == Processor::Cpu { 0 } else { self.workspace(config) },
+            workspace: (self.processor != Processor::Cpu).then(|| self.workspace(config)),
         })
     }
 
-    /// What a step takes of a GPU beside that: the rows between layers, their queries, and the logits of a round.
-    fn workspace(&self, config: &TargetConfig) -> u64 {
-        let rounds = self.max_sequences * USUAL_ROUND;
+    /// The rows between layers, their queries and the rounds' logits of a step with a full prompt chunk and either a usual
+    /// round of every sequence or the longest round of one.
+    fn workspace(&self, config: &TargetConfig) -> Workspace {
+        let rounds = (self.max_sequences * USUAL_ROUND).max(MAX_VERIFY_ROWS);
+        let rows = self.prefill_chunk + rounds;
         let queries = config.num_attention_heads * (config.kv_lora_rank + config.qk_rope_head_dim);
         let row = (queries + ROWS_BETWEEN * config.hidden_size) * size_of::<f32>();
         let logits = rounds * config.vocab_size * size_of::<f32>();
-        GPU_SCRATCH + ((self.prefill_chunk + rounds) * row + logits) as u64
+        Workspace { bytes: GPU_SCRATCH + (rows * row + logits) as u64, rows }
     }
 }
 
 impl Need {
     fn total(&self) -> u64 {
-        self.weights + self.kv + self.features + self.workspace
+        self.weights + self.kv + self.features + self.workspace.map_or(0, |workspace| workspace.bytes)
     }
 }
 
@@ -161,10 +175,11 @@ impl fmt::Display for Need {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { weights, kv, features, workspace } = self;
         let total = self.total();
-        write!(
-            f,
-            "{total} bytes are needed at least (weights {weights}, KV cache {kv}, features {features}, workspace {workspace})"
-        )
+        write!(f, "{total} bytes are needed at least (weights {weights}, KV cache {kv}, features {features}")?;
+        if let Some(Workspace { bytes, rows }) = workspace {
+            write!(f, ", workspace {bytes} for steps of {rows} rows")?;
+        }
+        f.write_str(")")
     }
 }
 
@@ -317,8 +332,8 @@ mod tests {
         assert_eq!(
             check(available).unwrap_err().to_string(),
             format!(
-                "memory of cpu: {} bytes are needed at least (weights 1000, KV cache 983040, features {features}, \
-                 workspace 0), {available} are free",
+                "memory of cpu: {} bytes are needed at least (weights 1000, KV cache 983040, features {features}), \
+                 {available} are free",
                 rest + 192 * token
             )
         );
@@ -326,9 +341,18 @@ mod tests {
 
     #[test]
     fn a_gpu_needs_room_for_a_step_too() {
-        let options = TargetOptions { processor: Processor::Cuda(0), ..options() };
-        let need = Plan::new(&options, &config()).unwrap().need(&config(), 1).unwrap();
-        assert!(need.workspace > GPU_SCRATCH + 256 * 4096 * 4, "{need}");
+        let need = |max_sequences| {
+            let options = TargetOptions { processor: Processor::Cuda(0), max_sequences, ..options() };
+            Plan::new(&options, &config()).unwrap().need(&config(), 1).unwrap()
+        };
+        // At least the longest round of one sequence, with its logits.
+        for (sequences, rounds) in [(1, 64), (16, 64), (64, 256)] {
+            let need = need(sequences);
+            let Workspace { bytes, rows } = need.workspace.unwrap();
+            assert!(rows == 256 + rounds && bytes > GPU_SCRATCH + rounds as u64 * 4096 * 4, "{need}");
+            assert!(need.to_string().ends_with(&format!("{bytes} for steps of {rows} rows)")), "{need}");
+        }
+        let need = need(64);
         let ran_out = KernelError::GpuMemory { what: "linear", wanted: 9, free: 5, total: 7 };
         let line = TargetError::from(ran_out).beside(need, 6).to_string();
         assert!(line.contains("9 bytes wanted for linear, 5 of 7 bytes are free; by the plan "), "{line}");
