@@ -357,6 +357,8 @@ mod tests {
         let line = TargetError::from(ran_out).beside(need, 6).to_string();
         assert!(line.contains("9 bytes wanted for linear, 5 of 7 bytes are free; by the plan "), "{line}");
         assert!(line.ends_with(&format!("{need}, 6 were free at the start")), "{line}");
+        let other = TargetError::from(KernelError::Panicked).beside(need, 6).to_string();
+        assert_eq!(other, KernelError::Panicked.to_string());
     }
 
     #[test]
