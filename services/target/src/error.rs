@@ -105,10 +105,7 @@ impl TargetError {
             }
             _ => return false,
         };
-        matches!(
-            region,
-            RegionError::OutOfMemory { .. } | RegionError::Cuda(CudaError::OutOfMemory { .. })
-        )
+        matches!(region, RegionError::OutOfMemory { .. } | RegionError::Cuda(CudaError::OutOfMemory { .. }))
     }
 }
 

@@ -175,7 +175,10 @@ impl fmt::Display for Need {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { weights, kv, features, workspace } = self;
         let total = self.total();
-        write!(f, "{total} bytes are needed at least (weights {weights}, KV cache {kv}, features {features}")?;
+        write!(
+            f,
+            "{total} bytes are needed at least (weights {weights}, KV cache {kv}, features {features}"
+        )?;
         if let Some(Workspace { bytes, rows }) = workspace {
             write!(f, ", workspace {bytes} for steps of {rows} rows")?;
         }
