@@ -83,6 +83,9 @@ pub(crate) struct ModelArgs {
     /// Sequences at once, likewise of both.
     #[arg(skip)]
     pub(crate) max_sequences: Option<u32>,
+    /// Bytes of aux rows that the target keeps, where not as many as by itself.
+    #[arg(skip)]
+    pub(crate) aux_cache_bytes: Option<u64>,
 }
 
 /// How the three processes are looked after.
@@ -182,6 +185,9 @@ pub(crate) struct StepsArgs {
     /// Tokens drafted a round
     #[arg(long, value_name = "K", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=63))]
     pub(crate) draft_tokens: u32,
+    /// Bytes of aux rows that the target keeps for a draft that lacks them [default: 256 MiB]
+    #[arg(long, value_name = "BYTES", conflicts_with = "target_at")]
+    pub(crate) aux_cache_bytes: Option<u64>,
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,

@@ -56,7 +56,7 @@ pub enum TargetError {
         /// Bytes that were free.
         available: u64,
     },
-    /// GPU memory that ran out all the same.
+    /// Memory that ran out all the same.
     #[error("{error}; by the plan {need}, {available} were free at the start")]
     OutOfMemory {
         /// What could not be had.
@@ -74,8 +74,8 @@ pub enum TargetError {
         /// The system's answer.
         source: std::io::Error,
     },
-    /// What is exported cannot be mapped once more for copies.
-    #[error("shared memory: {0}")]
+    /// Memory, or the GPU that it is to lie on, could not be had.
+    #[error(transparent)]
     Region(#[from] RegionError),
     /// A fault of ours on the engine's thread.
     #[error("the engine stopped: {0}")]
@@ -83,15 +83,67 @@ pub enum TargetError {
 }
 
 impl TargetError {
-    /// The same beside the plan, where it says that a GPU has no memory left.
+    /// The same beside the plan, where it says that there is no memory left.
     pub(crate) fn beside(self, need: Need, available: u64) -> Self {
-        match &self {
-            Self::Kernel(KernelError::GpuMemory { .. })
-            | Self::Model(
-                ModelError::Kernel(KernelError::GpuMemory { .. })
-                | ModelError::Region(RegionError::Cuda(CudaError::OutOfMemory { .. })),
-            ) => Self::OutOfMemory { error: Box::new(self), need, available },
-            _ => self,
+        match self.is_out_of_memory() {
+            true => Self::OutOfMemory { error: Box::new(self), need, available },
+            false => self,
+        }
+    }
+
+    /// Whether memory of the host or of a GPU ran out, whoever asked for it.
+    pub(crate) fn is_out_of_memory(&self) -> bool {
+        let region = match self {
+            Self::OutOfMemory { .. }
+            | Self::Kernel(KernelError::GpuMemory { .. })
+            | Self::Model(ModelError::Kernel(KernelError::GpuMemory { .. })) => return true,
+            Self::Region(region)
+            | Self::Ring(RingError::Region(region))
+            | Self::Kernel(KernelError::Memory(region))
+            | Self::Model(ModelError::Region(region) | ModelError::Kernel(KernelError::Memory(region))) => {
+                region
+            }
+            _ => return false,
+        };
+        matches!(region, RegionError::OutOfMemory { .. } | RegionError::Cuda(CudaError::OutOfMemory { .. }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use eyrie_region::GpuUuid;
+
+    use super::*;
+
+    /// An error of a region in every place that it can come from.
+    fn places(region: impl Fn() -> RegionError) -> [TargetError; 5] {
+        [
+            region().into(),
+            RingError::from(region()).into(),
+            KernelError::from(region()).into(),
+            ModelError::from(region()).into(),
+            ModelError::from(KernelError::from(region())).into(),
+        ]
+    }
+
+    #[test]
+    fn memory_that_ran_out_is_told_from_other_errors_wherever_it_was_asked_for() {
+        let host = || RegionError::OutOfMemory { name: "ring".to_owned(), bytes: 9, available: 5 };
+        let cuda = || CudaError::OutOfMemory {
+            name: "ring".to_owned(),
+            gpu: GpuUuid::from([1; 16]),
+            bytes: 9,
+            free: 5,
+        };
+        let gpu = || KernelError::GpuMemory { what: "linear", wanted: 9, free: 5, total: 7 };
+        let ran_out = [gpu().into(), ModelError::from(gpu()).into()];
+        let ran_out = ran_out.into_iter().chain(places(host)).chain(places(|| cuda().into()));
+        for error in ran_out {
+            assert!(error.is_out_of_memory(), "{error:?}");
+        }
+        let other = [KernelError::Panicked.into(), ModelError::Rollback(String::new()).into()];
+        for error in other.into_iter().chain(places(|| CudaError::NoDriver.into())) {
+            assert!(!error.is_out_of_memory(), "{error:?}");
         }
     }
 }

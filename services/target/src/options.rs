@@ -8,6 +8,9 @@ use eyrie_wire::{Address, MAX_VERIFY_ROWS};
 
 use crate::TargetError;
 
+/// Tokens that the KV cache holds at least: a prompt of one token, one more token, and a verify.
+pub(crate) const LEAST_KV_TOKENS: usize = 2 + MAX_VERIFY_ROWS;
+
 /// How to serve a target.
 #[derive(Debug, Clone)]
 pub struct TargetOptions {
@@ -81,8 +84,7 @@ impl TargetOptions {
         };
         within("prefill-chunk", self.prefill_chunk, 1, 1 << 16)?;
         within("max-sequences", self.max_sequences, 1, 1 << 16)?;
-        // Room for a prompt of one token, one more token, and a verify.
-        within("kv-tokens", self.kv_tokens, 2 + MAX_VERIFY_ROWS, 1 << 30)?;
+        within("kv-tokens", self.kv_tokens, LEAST_KV_TOKENS, 1 << 30)?;
         within("threads", self.threads.unwrap_or(1), 1, 1024)
     }
 }

@@ -7,9 +7,10 @@ use eyrie_checkpoint::TargetConfig;
 use eyrie_kernels::{Activations, Isa, Processor};
 use eyrie_model::LatentCache;
 use eyrie_region::{DeviceRingGeometry, RegionKind, RingError, RingGeometry};
+use eyrie_wire::MAX_VERIFY_ROWS;
 
 use crate::engine::{PAGE_ROWS, SLOT_ROWS};
-use crate::options::{TargetOptions, refuse};
+use crate::options::{LEAST_KV_TOKENS, TargetOptions, refuse};
 use crate::{TargetError, options};
 
 /// A prompt of one token and one more.
@@ -19,8 +20,6 @@ const RING_CHUNKS: usize = 2;
 /// Rounds of every sequence that a ring of default size holds.
 const RING_ROUNDS: usize = 4;
 
-/// Tokens of the smallest KV cache that serves: a page.
-const LEAST_KV_TOKENS: u64 = PAGE_ROWS as u64;
 /// Rows of a round as they usually are.
 const USUAL_ROUND: usize = 4;
 /// Values as wide as the residual stream that a step holds of a row.
@@ -28,13 +27,24 @@ const ROWS_BETWEEN: usize = 12;
 /// What the experts' kernels take at most, and the driver for kernels and queues.
 const GPU_SCRATCH: u64 = 512 << 20;
 
-/// Bytes that serving needs.
+/// Bytes that serving needs. Drafted rounds are not cut to `prefill_chunk` rows, so a step may compute more rows than the
+/// workspace is counted for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
     weights: u64,
     kv: u64,
+    /// The ring, and the rows kept beside it.
     features: u64,
-    workspace: u64,
+    /// Of a GPU; what a step takes of the heap is not counted.
+    workspace: Option<Workspace>,
+}
+
+/// What a step takes of a GPU beside what is there for good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Workspace {
+    bytes: u64,
+    /// Rows of such a step.
+    rows: usize,
 }
 
 /// Resolved sizes.
@@ -104,9 +114,9 @@ impl Plan {
         let need = self.need(config, weights)?;
         if need.total() > available {
             let left = available.saturating_sub(need.total() - need.kv);
-            // Fewer tokens may do, if they still hold a sequence.
-            if left / token >= LEAST_KV_TOKENS {
-                let most = left / token;
+            // Fewer pages may do, if they still hold a sequence.
+            let most = left / token / PAGE_ROWS as u64 * PAGE_ROWS as u64;
+            if most >= LEAST_KV_TOKENS as u64 {
                 let limit = format!("at most {most}: a token needs {token} bytes, {left} are available");
                 return Err(refuse("kv-tokens", limit, self.kv_tokens));
             }
@@ -139,23 +149,25 @@ impl Plan {
             weights,
             kv: self.kv_tokens as u64 * LatentCache::token_bytes(config, self.activations),
             features,
-            workspace: if self.processor == Processor::Cpu { 0 } else { self.workspace(config) },
+            workspace: (self.processor != Processor::Cpu).then(|| self.workspace(config)),
         })
     }
 
-    /// What a step takes of a GPU beside that: the rows between layers, their queries, and the logits of a round.
-    fn workspace(&self, config: &TargetConfig) -> u64 {
-        let rounds = self.max_sequences * USUAL_ROUND;
+    /// The rows between layers, their queries and the rounds' logits of a step with a full prompt chunk and either a usual
+    /// round of every sequence or the longest round of one.
+    fn workspace(&self, config: &TargetConfig) -> Workspace {
+        let rounds = (self.max_sequences * USUAL_ROUND).max(MAX_VERIFY_ROWS);
+        let rows = self.prefill_chunk + rounds;
         let queries = config.num_attention_heads * (config.kv_lora_rank + config.qk_rope_head_dim);
         let row = (queries + ROWS_BETWEEN * config.hidden_size) * size_of::<f32>();
         let logits = rounds * config.vocab_size * size_of::<f32>();
-        GPU_SCRATCH + ((self.prefill_chunk + rounds) * row + logits) as u64
+        Workspace { bytes: GPU_SCRATCH + (rows * row + logits) as u64, rows }
     }
 }
 
 impl Need {
     fn total(&self) -> u64 {
-        self.weights + self.kv + self.features + self.workspace
+        self.weights + self.kv + self.features + self.workspace.map_or(0, |workspace| workspace.bytes)
     }
 }
 
@@ -165,8 +177,12 @@ impl fmt::Display for Need {
         let total = self.total();
         write!(
             f,
-            "{total} bytes are needed at least (weights {weights}, KV cache {kv}, features {features}, workspace {workspace})"
-        )
+            "{total} bytes are needed at least (weights {weights}, KV cache {kv}, features {features}"
+        )?;
+        if let Some(Workspace { bytes, rows }) = workspace {
+            write!(f, ", workspace {bytes} for steps of {rows} rows")?;
+        }
+        f.write_str(")")
     }
 }
 
@@ -293,39 +309,59 @@ mod tests {
 
     #[test]
     fn the_kv_cache_has_whole_pages_and_must_fit_the_memory() {
-        let plan = Plan::new(&TargetOptions { kv_tokens: 66, ..options() }, &config()).unwrap();
-        assert_eq!(plan.kv_tokens, 128);
+        let plan = |kv_tokens| Plan::new(&TargetOptions { kv_tokens, ..options() }, &config()).unwrap();
+        let (fewer, plan) = (plan(128), plan(129));
+        assert_eq!(plan.kv_tokens, 192);
         // 8 layers of 128 + 32 values a token.
         let token = 8 * 160 * 4;
         let rest = 1000 + plan.need(&config(), 0).unwrap().features;
         let check = |available| plan.check_memory(&config(), 1000, available);
-        assert!(check(rest + 128 * token).is_ok());
-        assert_eq!(
-            check(rest + 128 * token - 1).unwrap_err().to_string(),
-            "option kv-tokens must be at most 127: a token needs 5120 bytes, 655359 are available, given 128"
-        );
-        // Two blocks of the KV cache and one for each sequence beside the ring.
+        assert!(check(rest + 192 * token).is_ok());
+        for available in [rest + 192 * token - 1, rest + 128 * token] {
+            assert_eq!(
+                check(available).unwrap_err().to_string(),
+                format!(
+                    "option kv-tokens must be at most 128: a token needs 5120 bytes, {} are available, given 192",
+                    available - rest
+                )
+            );
+            assert!(fewer.check_memory(&config(), 1000, available).is_ok(), "as advised");
+        }
+        // Three blocks of the KV cache and one for each sequence beside the ring.
         let features = rest - 1000;
-        assert!(features > (2 + 64) * 64 * 1152 * 4 && features < (2 + 64) * 64 * 1152 * 4 + (10 << 20));
+        assert!(features > (3 + 64) * 64 * 1152 * 4 && features < (3 + 64) * 64 * 1152 * 4 + (10 << 20));
+        // One page is less than the option takes.
+        let available = rest + 128 * token - 1;
         assert_eq!(
-            check(rest).unwrap_err().to_string(),
+            check(available).unwrap_err().to_string(),
             format!(
-                "memory of cpu: {} bytes are needed at least (weights 1000, KV cache 655360, features {features}, \
-                 workspace 0), {rest} are free",
-                rest + 128 * token
+                "memory of cpu: {} bytes are needed at least (weights 1000, KV cache 983040, features {features}), \
+                 {available} are free",
+                rest + 192 * token
             )
         );
     }
 
     #[test]
     fn a_gpu_needs_room_for_a_step_too() {
-        let options = TargetOptions { processor: Processor::Cuda(0), ..options() };
-        let need = Plan::new(&options, &config()).unwrap().need(&config(), 1).unwrap();
-        assert!(need.workspace > GPU_SCRATCH + 256 * 4096 * 4, "{need}");
+        let need = |max_sequences| {
+            let options = TargetOptions { processor: Processor::Cuda(0), max_sequences, ..options() };
+            Plan::new(&options, &config()).unwrap().need(&config(), 1).unwrap()
+        };
+        // At least the longest round of one sequence, with its logits.
+        for (sequences, rounds) in [(1, 64), (16, 64), (64, 256)] {
+            let need = need(sequences);
+            let Workspace { bytes, rows } = need.workspace.unwrap();
+            assert!(rows == 256 + rounds && bytes > GPU_SCRATCH + rounds as u64 * 4096 * 4, "{need}");
+            assert!(need.to_string().ends_with(&format!("{bytes} for steps of {rows} rows)")), "{need}");
+        }
+        let need = need(64);
         let ran_out = KernelError::GpuMemory { what: "linear", wanted: 9, free: 5, total: 7 };
         let line = TargetError::from(ran_out).beside(need, 6).to_string();
         assert!(line.contains("9 bytes wanted for linear, 5 of 7 bytes are free; by the plan "), "{line}");
         assert!(line.ends_with(&format!("{need}, 6 were free at the start")), "{line}");
+        let other = TargetError::from(KernelError::Panicked).beside(need, 6).to_string();
+        assert_eq!(other, KernelError::Panicked.to_string());
     }
 
     #[test]

@@ -59,6 +59,15 @@ impl PagedRows {
         self.width
     }
 
+    /// Bytes of one row.
+    pub fn row_bytes(&self) -> usize {
+        match &self.pool {
+            Pool::Cpu(pool) => pool.row_bytes(),
+            #[cfg(feature = "cuda")]
+            Pool::Cuda(pool) => pool.row_bytes(),
+        }
+    }
+
     /// Rows of the pool.
     pub fn slots(&self) -> usize {
         self.slots

@@ -46,8 +46,7 @@ impl PagedLayers {
     }
 
     fn page_bytes(&self) -> u64 {
-        let values: usize = self.layers.iter().map(|rows| self.page_rows * rows.width()).sum();
-        (values * size_of::<f32>()) as u64
+        self.layers.iter().map(|rows| (self.page_rows * rows.row_bytes()) as u64).sum()
     }
 
     fn pages_in(&self, bytes: Option<u64>) -> usize {
@@ -131,6 +130,11 @@ macro_rules! cache_type {
             /// Slots a page.
             pub fn page_rows(&self) -> usize {
                 self.0.page_rows
+            }
+
+            /// Bytes of a page over all layers.
+            pub fn page_bytes(&self) -> u64 {
+                self.0.page_bytes()
             }
 
             /// An allocator over all of this cache's pages; a cache has one.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use eyrie_checkpoint::{Bytes, Layout, TargetCheckpoint, WeightView, model_tensors};
 use eyrie_kernels::{Backend, Embedding, Linear};
 use eyrie_region::{
-    ALIGN, CPU, Epoch, Gpu, Grant, GrantError, Ipc, IpcBuilder, Local, Memfd, MemfdBuilder, Region,
-    TensorGrant, Vmm, VmmBuilder,
+    ALIGN, CPU, DeviceSpanMut, Epoch, Gpu, Grant, GrantError, Ipc, IpcBuilder, Local, Memfd, MemfdBuilder,
+    Region, RegionError, TensorGrant, Vmm, VmmBuilder,
 };
 
 use crate::error::{ModelError, Result};
@@ -259,27 +259,34 @@ fn place(placed: &[Placement; 2], backing: Backing<'_>) -> Result<(Arc<dyn Regio
         }
         Backing::CudaVmm(gpu, backend) => {
             let mut memory = VmmBuilder::new(&gpu, NAME, total as u64)?;
-            for Placement { view, offset, .. } in placed {
-                match &view.data {
-                    Bytes::Mapped { .. } => memory.write(*offset as u64, &view.bytes()?)?,
-                    Bytes::Made(fill) => backend.fill(fill, &mut memory.span_mut(), *offset as u64)?,
-                }
-            }
+            write_on_gpu(placed, backend, &mut memory, VmmBuilder::write, VmmBuilder::span_mut)?;
             let memory = Arc::new(memory.seal()?);
             (memory.clone(), Export::Vmm(memory))
         }
         Backing::CudaIpc(gpu, backend) => {
             let mut memory = IpcBuilder::new(&gpu, NAME, total as u64)?;
-            for Placement { view, offset, .. } in placed {
-                match &view.data {
-                    Bytes::Mapped { .. } => memory.write(*offset as u64, &view.bytes()?)?,
-                    Bytes::Made(fill) => backend.fill(fill, &mut memory.span_mut(), *offset as u64)?,
-                }
-            }
+            write_on_gpu(placed, backend, &mut memory, IpcBuilder::write, IpcBuilder::span_mut)?;
             let memory = Arc::new(memory.seal());
             (memory.clone(), Export::Ipc(memory))
         }
     })
+}
+
+/// Writes `placed` into memory of a GPU: `write` for what was read, `span_mut` for what is made there.
+fn write_on_gpu<M>(
+    placed: &[Placement; 2],
+    backend: &Backend,
+    memory: &mut M,
+    write: fn(&mut M, u64, &[u8]) -> Result<(), RegionError>,
+    span_mut: fn(&mut M) -> DeviceSpanMut<'_>,
+) -> Result<()> {
+    for Placement { view, offset, .. } in placed {
+        match &view.data {
+            Bytes::Mapped { .. } => write(memory, *offset as u64, &view.bytes()?)?,
+            Bytes::Made(fill) => backend.fill(fill, &mut span_mut(memory), *offset as u64)?,
+        }
+    }
+    Ok(())
 }
 
 /// The tensor `name` of a verified grant.

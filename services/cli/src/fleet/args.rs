@@ -30,6 +30,7 @@ pub(super) fn target(
         ("--prefill-chunk", models.prefill_chunk.map(u64::from)),
         ("--prefix-cache-bytes", models.prefix_cache_bytes),
         ("--max-sequences", models.max_sequences.map(u64::from)),
+        ("--aux-cache-bytes", models.aux_cache_bytes),
     ];
     args.extend(given(&numbers));
     args.extend(compute(&models.compute));

@@ -85,6 +85,7 @@ fn sized(args: &StepsArgs) -> ModelArgs {
         kv_tokens: args.models.kv_tokens.or(Some(tokens)),
         draft_tokens: Some(tokens),
         max_sequences: Some(most.max(2)),
+        aux_cache_bytes: args.aux_cache_bytes,
         prefix_cache_bytes: args.models.prefix_cache_bytes.or(Some(0)),
         ..args.models.clone()
     }

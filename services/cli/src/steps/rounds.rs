@@ -7,15 +7,16 @@ use anyhow::Context;
 use eyrie_wire::v1::draft_out::Body as DraftBody;
 use eyrie_wire::v1::target_out::Body as TargetBody;
 use eyrie_wire::v1::{
-    Close, CloseDraft, Committed, DraftItem, FeatureRef, FetchFeatures, Limits, Open, Propose, Sampling,
-    TargetItem, Verify, draft_item, target_item,
+    Close, CloseDraft, Committed, DraftItem, FeatureRef, Features, FetchFeatures, Limits, Open, Propose,
+    Sampling, TargetItem, Verify, draft_item, target_item,
 };
 use eyrie_wire::{Address, Reason};
 
 use super::lane::{self, DraftLane, TargetLane};
 
-/// Asks of one draft for rows it lacks, before its answer is taken for a fault.
-const MOST_NEEDS: u32 = 64;
+/// Asks for the same rows of one sequence before that is taken for a fault: those of other sequences may have overwritten
+/// them in the ring before the draft read them.
+const MOST_NEEDS: u32 = 8;
 
 /// How much is asked of each sequence.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +46,21 @@ struct Sequence {
     /// Position of the first token that the draft lacks.
     drafted: u32,
 }
+
+/// What the target answered.
+#[derive(Debug, PartialEq, Eq)]
+enum Heard {
+    /// Tokens of a sequence.
+    Committed(u32),
+    /// Rows of this sequence once more, from this position on.
+    Fetched { seq: u64, first_held: u32 },
+    /// Anything else.
+    Other,
+}
+
+/// Asks of a draft for rows that it lacks, by sequence: from where on, and how often without getting further.
+#[derive(Debug, Default)]
+struct Needs(HashMap<u64, (u32, u32)>);
 
 /// The streams, and the sequences that run on them.
 pub(super) struct Bench {
@@ -143,7 +159,7 @@ impl Bench {
     async fn propose(&mut self, seqs: &[u64], k: u32) -> anyhow::Result<HashMap<u64, Vec<u32>>> {
         let items = seqs.iter().map(|&seq| self.propose_item(seq, k)).collect::<anyhow::Result<Vec<_>>>()?;
         self.lane()?.send(items).await?;
-        let (mut proposals, mut needs) = (HashMap::new(), 0);
+        let (mut proposals, mut needs) = (HashMap::new(), Needs::default());
         while proposals.len() < seqs.len() {
             let out = self.lane()?.next().await?;
             match out.body {
@@ -151,11 +167,7 @@ impl Bench {
                     proposals.insert(out.seq, proposal.tokens);
                 }
                 Some(DraftBody::Need(need)) => {
-                    needs += 1;
-                    anyhow::ensure!(
-                        needs <= MOST_NEEDS,
-                        "the draft lacks rows again and again: --aux-cache-bytes is too small"
-                    );
+                    needs.add(out.seq, need.from)?;
                     self.fetch(out.seq, need.from).await?;
                     let item = self.propose_item(out.seq, k)?;
                     self.lane()?.send(vec![item]).await?;
@@ -194,10 +206,17 @@ impl Bench {
         self.target.send(vec![TargetItem { seq, op }]).await?;
         let sequence = self.sequence(seq)?;
         sequence.drafted = sequence.drafted.min(from);
-        let before = sequence.pending.len();
-        while self.sequence(seq)?.pending.len() == before {
-            self.hear().await?;
-        }
+        let first_held = loop {
+            match self.hear().await? {
+                Heard::Fetched { seq: of, first_held } if of == seq => break first_held,
+                _ => {}
+            }
+        };
+        anyhow::ensure!(
+            first_held <= from,
+            "the target keeps feature rows from position {first_held} on, the draft needs them from {from} on: \
+             --aux-cache-bytes is too small"
+        );
         Ok(())
     }
 
@@ -223,7 +242,7 @@ impl Bench {
     async fn committed(&mut self, count: usize) -> anyhow::Result<u32> {
         let (mut heard, mut tokens) = (0, 0);
         while heard < count {
-            if let Some(committed) = self.hear().await? {
+            if let Heard::Committed(committed) = self.hear().await? {
                 heard += 1;
                 tokens += committed;
             }
@@ -231,24 +250,29 @@ impl Bench {
         Ok(tokens)
     }
 
-    /// Takes in one answer of the target; how many tokens it committed, if it was that.
-    async fn hear(&mut self) -> anyhow::Result<Option<u32>> {
+    /// Takes in one answer of the target.
+    async fn hear(&mut self) -> anyhow::Result<Heard> {
         let out = self.target.next().await?;
         match out.body {
             Some(TargetBody::Committed(committed)) => {
                 let count = committed.tokens.len() as u32;
                 self.sequence(out.seq)?.commit(committed);
-                Ok(Some(count))
+                Ok(Heard::Committed(count))
             }
-            Some(TargetBody::Features(features)) => {
+            Some(TargetBody::Features(Features { refs, first_held, fetched })) => {
                 let sequence = self.sequence(out.seq)?;
-                sequence.pending.splice(..0, features.refs);
+                sequence.pending.splice(..0, refs);
                 sequence.pending.sort_by_key(|part| part.first);
-                Ok(None)
+                Ok(if fetched { Heard::Fetched { seq: out.seq, first_held } } else { Heard::Other })
             }
-            Some(TargetBody::Error(error)) if error.reason == Reason::UnknownSeq.as_str() => Ok(None),
+            // Closed, and gone before the target heard of it.
+            Some(TargetBody::Error(error))
+                if error.reason == Reason::UnknownSeq.as_str() && !self.sequences.contains_key(&out.seq) =>
+            {
+                Ok(Heard::Other)
+            }
             Some(TargetBody::Error(error)) => Err(self.target.refused(&error)),
-            Some(TargetBody::Closed(_)) | None => Ok(None),
+            Some(TargetBody::Closed(_)) | None => Ok(Heard::Other),
         }
     }
 
@@ -282,10 +306,45 @@ impl Sequence {
     }
 }
 
+impl Needs {
+    fn add(&mut self, seq: u64, from: u32) -> anyhow::Result<()> {
+        let (furthest, count) = self.0.entry(seq).or_default();
+        if from > *furthest {
+            (*furthest, *count) = (from, 0);
+        }
+        *count += 1;
+        anyhow::ensure!(
+            *count <= MOST_NEEDS,
+            "the draft asked {count} times for the rows of sequence {seq} from position {from} on, limit {MOST_NEEDS}"
+        );
+        Ok(())
+    }
+}
+
 /// A token of a prompt: SplitMix64 of sequence and position.
 fn random(seq: u64, at: u32) -> u32 {
     let mut z = ((seq << 32) | u64::from(at)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     (z >> 32) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn needs_are_counted_by_sequence_while_they_get_no_further() {
+        let mut needs = Needs::default();
+        for from in 0..100 {
+            needs.add(1, from).unwrap();
+            needs.add(2, 3 * from).unwrap();
+        }
+        for _ in 1..MOST_NEEDS {
+            needs.add(1, 99).unwrap();
+        }
+        needs.add(2, 0).unwrap();
+        let line = needs.add(1, 99).unwrap_err().to_string();
+        assert_eq!(line, "the draft asked 9 times for the rows of sequence 1 from position 99 on, limit 8");
+    }
 }

@@ -19,33 +19,43 @@ use shapes::{Shape, packed_experts};
 /// The name under which a head's own sizes are given.
 const HEAD: &str = "eagle3";
 
-/// What may be set of a target, and the field of its config.json that this is.
-const TARGET_KEYS: [(&str, &str); 12] = [
-    ("layers", "num_hidden_layers"),
-    ("dense-layers", "first_k_dense_replace"),
-    ("experts", "n_routed_experts"),
-    ("active-experts", "num_experts_per_tok"),
-    ("shared-experts", "n_shared_experts"),
-    ("expert-width", "moe_intermediate_size"),
-    ("groups", "n_group"),
-    ("hidden", HIDDEN),
-    ("heads", "num_attention_heads"),
-    ("width", "intermediate_size"),
-    ("vocab", VOCAB),
-    ("context", CONTEXT),
+/// A size that may be set: its name, the field of config.json that this is, and the largest value. Beyond that no model is
+/// known by far, and the list of its tensors alone would take gigabytes.
+type Key = (&'static str, &'static str, u64);
+
+/// What may be set of a target.
+const TARGET_KEYS: [Key; 12] = [
+    ("layers", "num_hidden_layers", 256),
+    ("dense-layers", "first_k_dense_replace", 256),
+    ("experts", "n_routed_experts", MOST_EXPERTS),
+    ("active-experts", "num_experts_per_tok", MOST_EXPERTS),
+    ("shared-experts", "n_shared_experts", 64),
+    ("expert-width", "moe_intermediate_size", MOST_WIDTH),
+    ("groups", "n_group", MOST_EXPERTS),
+    ("hidden", HIDDEN, MOST_WIDTH),
+    ("heads", "num_attention_heads", MOST_HEADS),
+    ("width", "intermediate_size", MOST_WIDTH),
+    ("vocab", VOCAB, MOST_TOKENS),
+    ("context", CONTEXT, MOST_POSITIONS),
 ];
 
 /// The same of a head that is given by its own sizes.
-const HEAD_KEYS: [(&str, &str); 8] = [
-    ("hidden", HIDDEN),
-    ("heads", "num_attention_heads"),
-    ("kv-heads", "num_key_value_heads"),
-    ("head-dim", "head_dim"),
-    ("width", "intermediate_size"),
-    ("vocab", VOCAB),
-    ("aux", "num_aux_hidden_states"),
-    ("context", CONTEXT),
+const HEAD_KEYS: [Key; 8] = [
+    ("hidden", HIDDEN, MOST_WIDTH),
+    ("heads", "num_attention_heads", MOST_HEADS),
+    ("kv-heads", "num_key_value_heads", MOST_HEADS),
+    ("head-dim", "head_dim", 1024),
+    ("width", "intermediate_size", MOST_WIDTH),
+    ("vocab", VOCAB, MOST_TOKENS),
+    ("aux", "num_aux_hidden_states", 64),
+    ("context", CONTEXT, MOST_POSITIONS),
 ];
+
+const MOST_EXPERTS: u64 = 512;
+const MOST_WIDTH: u64 = 1 << 17;
+const MOST_HEADS: u64 = 1024;
+const MOST_TOKENS: u64 = 1 << 20;
+const MOST_POSITIONS: u64 = 1 << 22;
 
 const HIDDEN: &str = "hidden_size";
 const VOCAB: &str = "vocab_size";
@@ -60,6 +70,17 @@ pub enum SynthFormat {
     F32,
     /// Routed experts in INT4 with a scale for every 32 inputs, all else in bfloat16.
     Int4,
+}
+
+/// As it is given on a command line.
+impl fmt::Display for SynthFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+            Self::Int4 => "int4",
+        })
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,43 +136,45 @@ impl FromStr for SynthSpec {
             _ => SynthFormat::Bf16,
         };
         let mut spec = Self { kind, seed: 1, format, set: Vec::new(), text: text.to_owned() };
-        settings
-            .split(',')
-            .filter(|setting| !setting.is_empty())
-            .try_for_each(|setting| spec.set(setting))?;
+        let mut known = Vec::new();
+        for setting in settings.split(',').filter(|setting| !setting.is_empty()) {
+            let key = spec.set(setting)?;
+            if known.contains(&key) {
+                return Err(refuse(key, "set once", setting));
+            }
+            known.push(key);
+        }
         Ok(spec)
     }
 }
 
 impl SynthSpec {
-    fn keys(&self) -> &'static [(&'static str, &'static str)] {
+    fn keys(&self) -> &'static [Key] {
         match self.kind {
             Kind::Target(_) => &TARGET_KEYS,
             Kind::Head => &HEAD_KEYS,
         }
     }
 
-    fn set(&mut self, setting: &str) -> Result<(), SynthError> {
+    /// Takes a setting in; which key it sets.
+    fn set<'a>(&mut self, setting: &'a str) -> Result<&'a str, SynthError> {
         let (key, value) =
             setting.split_once('=').ok_or_else(|| refuse("a setting", "key=value", setting))?;
         let number = || value.parse::<u64>().map_err(|_| refuse(key, "a whole number", value));
-        match (key, self.keys().iter().find(|(known, _)| *known == key)) {
+        match (key, self.keys().iter().find(|(known, ..)| *known == key)) {
             ("seed", _) => self.seed = number()?,
             ("format", _) => self.format = self.format_of(value)?,
-            (_, Some(&(key, field))) => {
-                let number = number()?;
-                if self.set.iter().any(|(known, ..)| *known == key) {
-                    return Err(refuse(key, "set once", setting));
-                }
-                self.set.push((key, field, number));
-            }
+            (_, Some(&(key, field, most))) => match number()? {
+                number if number <= most => self.set.push((key, field, number)),
+                _ => return Err(refuse(key, format!("at most {most}"), value)),
+            },
             (_, None) => {
                 let known: Vec<_> =
-                    self.keys().iter().map(|(key, _)| *key).chain(["format", "seed"]).collect();
+                    self.keys().iter().map(|(key, ..)| *key).chain(["format", "seed"]).collect();
                 return Err(refuse("a key", format!("one of {}", known.join(", ")), key));
             }
         }
-        Ok(())
+        Ok(key)
     }
 
     fn format_of(&self, value: &str) -> Result<SynthFormat, SynthError> {
@@ -169,14 +192,14 @@ impl SynthSpec {
         self.seed
     }
 
-    /// For people: `synth kimi-k2 layers 8 seed 3`.
+    /// For people: `synth kimi-k2 layers 8 int4 seed 3`.
     pub fn label(&self) -> String {
         let name = match self.kind {
             Kind::Target(shape) => shape.name(),
             Kind::Head => HEAD,
         };
         let set: String = self.set.iter().map(|(key, _, value)| format!(" {key} {value}")).collect();
-        format!("synth {name}{set} seed {}", self.seed)
+        format!("synth {name}{set} {} seed {}", self.format, self.seed)
     }
 
     /// The config.json of this target, and a path that names it in errors.

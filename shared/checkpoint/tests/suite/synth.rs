@@ -28,6 +28,10 @@ fn a_specification_that_stands_for_nothing_is_one_line() {
         ("mini:layers=x", "synth: layers must be a whole number, given \"x\""),
         ("mini:layers=-1", "given \"-1\""),
         ("mini:layers=3,layers=4", "synth: layers must be set once, given \"layers=4\""),
+        ("mini:seed=3,seed=4", "synth: seed must be set once, given \"seed=4\""),
+        ("mini:format=f32,format=bf16", "synth: format must be set once, given \"format=bf16\""),
+        ("kimi-k2:layers=257", "synth: layers must be at most 256, given \"257\""),
+        ("kimi-k2:layers=8,experts=8192", "synth: experts must be at most 512, given \"8192\""),
         ("mini:format=fp8", "synth: format must be bf16, f32 or int4 (experts), given \"fp8\""),
         ("eagle3:format=int4", "synth: format must be bf16 or f32, given \"int4\""),
         ("eagle3:layers=2", "synth: a key must be one of hidden, heads, kv-heads"),
@@ -123,7 +127,7 @@ fn a_head_fits_the_target_of_the_same_specification() {
 #[test]
 fn people_are_told_what_it_is() {
     let spec: SynthSpec = "kimi-k2:layers=8,seed=3".parse().unwrap();
-    assert_eq!(spec.label(), "synth kimi-k2 layers 8 seed 3");
+    assert_eq!(spec.label(), "synth kimi-k2 layers 8 int4 seed 3");
     assert_eq!(ModelSource::from(spec).to_string(), "synth:kimi-k2:layers=8,seed=3");
-    assert_eq!(source("deepseek-v2-lite").name(), "synth deepseek-v2-lite seed 1");
+    assert_eq!(source("deepseek-v2-lite").name(), "synth deepseek-v2-lite bf16 seed 1");
 }

@@ -22,6 +22,10 @@ impl PagedRows {
         self.width
     }
 
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.width * size_of::<f32>()
+    }
+
     pub(crate) fn values(&self) -> &[f32] {
         &self.values
     }

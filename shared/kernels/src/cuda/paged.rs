@@ -32,7 +32,7 @@ impl PagedRows {
         self.memory.pointer()
     }
 
-    fn row_bytes(&self) -> usize {
+    pub(crate) fn row_bytes(&self) -> usize {
         self.width * self.cuda.numbers().size()
     }
 

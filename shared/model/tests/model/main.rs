@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod bf16;
 #[cfg(test)]
+mod cache;
+#[cfg(test)]
 mod common;
 #[cfg(test)]
 mod draft;
