@@ -36,6 +36,10 @@ pub(crate) async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
     if let Some(BenchWhat::Steps(args)) = args.what {
         return steps::steps(&args).await;
     }
+    anyhow::ensure!(
+        args.models.synth.is_none(),
+        "--synth makes no tokenizer up, and this bench sends text: use eyrie bench steps --synth"
+    );
     let listen: Address = "127.0.0.1:0".parse()?;
     let mut fleet = Fleet::start(&args.models, None, &listen, Shape::PAIR).await?;
     let mut ending = Signals::listen()?;

@@ -52,9 +52,12 @@ async fn serve(fleet: &mut Fleet, restart: bool) -> anyhow::Result<()> {
         ));
     }
     style::note(&format!("  logs     {}", fleet.log_path("*").display()));
-    style::note(&style.dim(&format!(
-        "  try      eyrie generate --endpoint {} --prompt 'def main():'   (Ctrl-C ends)",
-        fleet.gateway
-    )));
+    // Made-up models have no tokenizer.
+    let prompt =
+        if model.name.starts_with("synth ") { "--prompt-ids 1,2,3" } else { "--prompt 'def main():'" };
+    style::note(
+        &style
+            .dim(&format!("  try      eyrie generate --endpoint {} {prompt}   (Ctrl-C ends)", fleet.gateway)),
+    );
     Err(fleet.supervise(restart).await)
 }

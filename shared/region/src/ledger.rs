@@ -265,11 +265,15 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let (exported, pid) = (memfd(), child.id());
         let begun = Instant::now();
-        while importer(&exported, pid).is_mapping() && begun.elapsed() < Duration::from_secs(20) {
+        let is_zombie = || {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+            stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z'))
+        };
+        // It stays one until it is waited for.
+        while !is_zombie() && begun.elapsed() < Duration::from_secs(20) {
             std::thread::yield_now();
         }
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        assert!(!is_ending(&stat) || !importer(&exported, pid).is_mapping(), "{stat}");
+        assert!(is_zombie() && !importer(&exported, pid).is_mapping());
         child.wait().unwrap();
         assert!(is_ending("7 (a) Z) D 1 7 7") && is_ending("7 (draft) R 1") && !is_ending("7 (draft) Z 1"));
     }

@@ -35,25 +35,27 @@ pub(super) type DraftLane = Lane<DraftFrame, DraftReply, DraftOut>;
 
 /// The target at `address`, and what it says of itself.
 pub(super) async fn target(address: &Address, boot_id: u64) -> anyhow::Result<(TargetLane, ModelCard)> {
-    let channel = eyrie_wire::connect(address).await.map_err(status_line)?;
+    let by = format!("target at {address}");
+    let channel = eyrie_wire::connect(address).await.map_err(said(&by))?;
     let mut client = TargetClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
-    let card = client.describe(DescribeRequest {}).await.map_err(status_line)?.into_inner();
+    let card = client.describe(DescribeRequest {}).await.map_err(said(&by))?.into_inner();
     let (frames, outgoing) = mpsc::channel(FRAMES);
     let hello = Some(hello(boot_id, &card));
     frames.send(TargetFrame { hello, items: Vec::new() }).await.context("opening rounds at the target")?;
-    let replies = client.rounds(ReceiverStream::new(outgoing)).await.map_err(status_line)?.into_inner();
+    let replies = client.rounds(ReceiverStream::new(outgoing)).await.map_err(said(&by))?.into_inner();
     let outs = |reply: TargetReply| reply.outs;
     Ok((Lane { name: "target", frames, replies, heard: VecDeque::new(), outs }, card))
 }
 
 /// The draft at `address`, for sequences of the target of `card`.
 pub(super) async fn draft(address: &Address, boot_id: u64, card: &ModelCard) -> anyhow::Result<DraftLane> {
-    let channel = eyrie_wire::connect(address).await.map_err(status_line)?;
+    let by = format!("draft at {address}");
+    let channel = eyrie_wire::connect(address).await.map_err(said(&by))?;
     let mut client = DraftClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
     let (frames, outgoing) = mpsc::channel(FRAMES);
     let hello = Some(hello(boot_id, card));
     frames.send(DraftFrame { hello, items: Vec::new() }).await.context("opening rounds at the draft")?;
-    let replies = client.rounds(ReceiverStream::new(outgoing)).await.map_err(status_line)?.into_inner();
+    let replies = client.rounds(ReceiverStream::new(outgoing)).await.map_err(said(&by))?.into_inner();
     let outs = |reply: DraftReply| reply.outs;
     Ok(Lane { name: "draft", frames, replies, heard: VecDeque::new(), outs })
 }
@@ -88,7 +90,7 @@ impl<F, R, O> Lane<F, R, O> {
             }
             let reply = tokio::time::timeout(PATIENCE, self.replies.message()).await;
             let silent = || format!("the {} said nothing for {} s", self.name, PATIENCE.as_secs());
-            let reply = reply.with_context(silent)?.map_err(status_line)?;
+            let reply = reply.with_context(silent)?.map_err(said(self.name))?;
             let reply = reply.with_context(|| format!("the {} closed the stream", self.name))?;
             self.heard.extend((self.outs)(reply));
         }
@@ -100,6 +102,7 @@ impl<F, R, O> Lane<F, R, O> {
     }
 }
 
-fn status_line(status: Status) -> anyhow::Error {
-    anyhow::anyhow!("{}", status.message())
+/// Whose words they are, in one line.
+fn said(by: &str) -> impl Fn(Status) -> anyhow::Error + '_ {
+    move |status| anyhow::anyhow!("{by}: {}", status.message())
 }

@@ -62,10 +62,19 @@ enum Heard {
 #[derive(Debug, Default)]
 struct Needs(HashMap<u64, (u32, u32)>);
 
+/// What the target can hold at a time, and the longest sequence.
+#[derive(Debug, Clone, Copy)]
+struct Limit {
+    sequences: u32,
+    tokens: u64,
+    longest: u32,
+}
+
 /// The streams, and the sequences that run on them.
 pub(super) struct Bench {
     target: TargetLane,
     draft: Option<DraftLane>,
+    limits: Limit,
     vocab: u32,
     sizes: Sizes,
     sequences: HashMap<u64, Sequence>,
@@ -91,11 +100,28 @@ impl Bench {
             "prompt and rounds make {longest} tokens, limit the context of {}",
             card.context_length
         );
-        Ok(Self { target, draft, vocab: card.vocab_size, sizes, sequences: HashMap::new(), next: 1 })
+        let limits = Limit { sequences: card.max_sequences, tokens: card.kv_capacity, longest };
+        Ok(Self { target, draft, limits, vocab: card.vocab_size, sizes, sequences: HashMap::new(), next: 1 })
+    }
+
+    /// Refuses a batch that could not run in step: sequences would wait for each other's places or pages.
+    fn check(&self, batch: usize) -> anyhow::Result<()> {
+        let Limit { sequences, tokens, longest } = self.limits;
+        anyhow::ensure!(
+            batch <= sequences as usize,
+            "batch must be at most {sequences}, the target's --max-sequences, given {batch}"
+        );
+        let wanted = batch as u64 * u64::from(longest);
+        anyhow::ensure!(
+            wanted <= tokens,
+            "batch {batch} of {longest} tokens each needs {wanted} tokens of KV cache, the target has {tokens} (--kv-tokens)"
+        );
+        Ok(())
     }
 
     /// Times of plain steps of `batch` sequences.
     pub(super) async fn plain(&mut self, batch: usize) -> anyhow::Result<Vec<Duration>> {
+        self.check(batch)?;
         self.open(batch, false).await?;
         let mut times = Vec::new();
         for _ in 0..self.sizes.rounds {
