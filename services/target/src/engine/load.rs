@@ -62,7 +62,7 @@ pub(crate) struct Loaded {
 
 /// Loads the model; `progress` is told the bytes read.
 pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Loaded, TargetError> {
-    let LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain } = request;
+    let plan = &request.plan;
     let cpu = CpuOptions { threads: plan.threads, isa: plan.isa.unwrap_or_else(Isa::best) };
     let backend = Backend::open(plan.processor, plan.activations, cpu)?;
     let (backing, available) = match plan.processor {
@@ -76,8 +76,8 @@ pub(crate) fn load(request: LoadRequest, progress: &mut dyn FnMut(Progress)) -> 
             }
         }
     };
-    let need = plan.check_memory(checkpoint.config(), checkpoint.account().loaded.bytes, available)?;
-    let request = LoadRequest { checkpoint, config_hash, plan, epoch, gauges, drain };
+    let weights = request.checkpoint.account().loaded.bytes;
+    let need = plan.check_memory(request.checkpoint.config(), weights, available)?;
     load_into(request, backing, &backend, progress).map_err(|error| error.beside(need, available))
 }
 
